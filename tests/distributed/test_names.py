@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -22,16 +23,17 @@ def whole_tensors(*outer: int) -> list[torch.Tensor]:
     return [torch.randn(*outer, heads, 8, generator=random) for heads in (4, 2, 2)]
 
 
-def by_name(name: str, layout: str, size: int) -> bool:
-    """Output and gradients of a function of one sequence."""
-    group, qkv = first_ranks(size), whole_tensors(1, 13 * size)
+def by_name(name: str, layout: str, size: int, length: int) -> bool:
+    """Output and gradients of a function of one sequence; its length need not be a multiple of the ranks."""
+    group, qkv = first_ranks(size), whole_tensors(1, length)
+    seqlen = length if length % size else None
     shards = [cp.shard_sequence(t, layout=layout, group=group).requires_grad_() for t in qkv]
-    out, lse, none = getattr(cp, name)(*shards, causal=True, return_attn_probs=True, group=group)
+    out, lse, none = getattr(cp, name)(*shards, causal=True, return_attn_probs=True, group=group, seqlen=seqlen)
     out.sum().backward()
     qkv = [t.requires_grad_() for t in qkv]
     right, right_lse = flashlane.flash_attn_func(*qkv, causal=True, return_lse=True)
     right.sum().backward()
-    own = cp.token_indices(13 * size, layout=layout, rank=dist.get_rank(), world_size=size)
+    own = cp.token_indices(length, layout=layout, rank=dist.get_rank(), world_size=size)
     torch.testing.assert_close(out, right[:, own], **CLOSE)
     torch.testing.assert_close(lse, right_lse[:, :, own], **CLOSE)
     for t, one in zip(shards, qkv, strict=True):
@@ -50,7 +52,8 @@ def by_name(name: str, layout: str, size: int) -> bool:
     ],
 )
 def test_functions_of_one_sequence(pool: RankPool, name: str, layout: str) -> None:
-    assert pool.run(by_name, name, layout, 3, ranks=[0, 1, 2]) == [True] * 3
+    for length in (39, 40):
+        assert pool.run(by_name, name, layout, 3, length, ranks=[0, 1, 2]) == [True] * 3
 
 
 def packed(name: str) -> bool:
@@ -143,3 +146,28 @@ def test_under_torchs_context_parallel(pool: RankPool, length: int) -> None:
     """Balanced where torch balances (the length divides by twice the ranks), in order where it does not."""
     for causal in (True, False):
         assert pool.run(under_torchs, length, causal) == [[True, True]] * 4
+
+
+def by_itself(length: int) -> bool:
+    """Without torch's context manager: shards of a length that the ranks do not divide, in the layout of shards."""
+    group, qkv = first_ranks(3), whole_tensors(1, length)
+    shards = [cp.shard_sequence(t, group=group).transpose(1, 2) for t in qkv]
+    with cp.context_parallel_sdpa(group, seqlen=length):
+        out = F.scaled_dot_product_attention(*shards, is_causal=True, enable_gqa=True)
+        with pytest.raises(ValueError, match=re.escape("query has shape (4, 13, 8)")):
+            F.scaled_dot_product_attention(torch.zeros(4, 13, 8), *shards[1:])
+    right = flashlane.flash_attn_func(*qkv, causal=True)
+    torch.testing.assert_close(out.transpose(1, 2), cp.shard_sequence(right, group=group), **CLOSE)
+    return True
+
+
+@pytest.mark.slow
+def test_by_itself_with_tokens_that_ranks_do_not_divide(pool: RankPool) -> None:
+    assert pool.run(by_itself, 41, ranks=[0, 1, 2]) == [True] * 3
+
+
+def test_documents_are_numbers_or_a_tensor() -> None:
+    one, other = (
+        cp.llama3_flash_attn_prepare_cu_seqlens(cu, True, 1, 2) for cu in (DOCUMENTS, torch.tensor(DOCUMENTS))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one[:2], other[:2], strict=True)) and one[2:] == other[2:]

@@ -95,6 +95,35 @@ def test_whole_numbers_of_numpy_are_read() -> None:
     assert torch.equal(token_indices(cu_seqlens=[numpy.int64(0), numpy.int64(9)], **where), expected)
 
 
+def join_otherwise(change: str) -> str:
+    """The error of a rank, of which rank 1 has another tensor, and then what the group still gives."""
+    group, rank = first_ranks(2), dist.get_rank()
+    x = torch.full((1, 4, 2), float(rank))
+    other = {"tokens": x[:, :3], "dtype": x.double(), "width": x[..., :1], "gradient": x.clone().requires_grad_()}
+    try:
+        unshard_sequence(other[change] if rank == 1 else x, group=group)
+    except ValueError as error:
+        joined = unshard_sequence(x, layout="contiguous", group=group)
+        assert joined[0, :, 0].tolist() == [0.0] * 4 + [1.0] * 4
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("tokens", "seqlen is 8 on rank 0, 6 on rank 1; it must be the same on all 2 ranks"),
+        ("dtype", "dtype is 'torch.float32' on rank 0, 'torch.float64' on rank 1"),
+        ("width", "x without its tokens is [1, 2] on rank 0, [1, 1] on rank 1"),
+        ("gradient", "requires_grad is False on rank 0, True on rank 1"),
+    ],
+)
+def test_ranks_that_join_other_tensors_are_told(pool: RankPool, change: str, message: str) -> None:
+    """Before anything is sent: messages of other sizes would hang or be cut off where labels are not compared."""
+    assert all(each.startswith(message) for each in pool.run(join_otherwise, change, ranks=[0, 1]))
+
+
 def outside() -> str:
     """The error on a rank that is not in the group."""
     group = dist.new_group([1])

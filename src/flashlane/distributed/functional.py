@@ -329,7 +329,7 @@ def _refuse(refused: dict[str, Any]) -> None:
         raise TypeError("cu_seqlens is None; it must be whole numbers, (documents + 1,)")
     if refused["dropout_p"]:
         raise NotImplementedError(
-            f"dropout_p is {refused['dropout_p']}; context parallelism has no dropout: it must be 0"
+            f"dropout_p is {refused['dropout_p']!r}; context parallelism has no dropout: it must be 0"
         )
     if refused["return_attn_probs"]:
         raise NotImplementedError("return_attn_probs is True; context parallelism returns the LSE with return_lse=True")
@@ -432,7 +432,7 @@ def _fields(
         ("method", method),
         ("layout", division.layout),
         ("transport and heads_k_stride", how),
-        ("cu_seqlens", _digest(lengths)) if varlen else ("seqlen", lengths[0]),
+        ("cu_seqlens", digest(lengths)) if varlen else ("seqlen", lengths[0]),
         ("causal and window_size", (division.left, division.right)),
         ("softmax_scale", settings.options.scale),
         ("softcap", settings.options.softcap),
@@ -442,7 +442,7 @@ def _fields(
     )
 
 
-def _digest(lengths: tuple[int, ...]) -> str:
+def digest(lengths: tuple[int, ...]) -> str:
     """The numbers of documents and tokens, with a checksum of the lengths."""
     return f"{len(lengths)} documents of {sum(lengths)} tokens ({zlib.crc32(repr(lengths).encode()):08x})"
 

@@ -1,12 +1,13 @@
 """Functions under the names of ring-flash-attention, over :func:`context_parallel_attn_func`.
 
-Names, argument order and results are those of zhuzilin/ring-flash-attention. Here the number of tokens needs not be a
-multiple of the number of ranks.
+Names, argument order and results are those of zhuzilin/ring-flash-attention. Here the number of tokens need not be a
+multiple of the number of ranks: functions of one sequence take it as ``seqlen``, which that library does not have.
 ``return_attn_probs`` returns (out, lse, None), as it does there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,17 +40,20 @@ def _function(name: str, method: str, layout: Layout, what: str) -> Any:
         deterministic: bool = False,
         return_attn_probs: bool = False,
         group: dist.ProcessGroup | None = None,
+        *,
+        seqlen: int | None = None,
     ) -> Result:
         out, lse = context_parallel_attn_func(
             q, k, v, dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic,
-            group=group, method=method, layout=layout, return_lse=True,
+            group=group, method=method, layout=layout, seqlen=seqlen, return_lse=True,
         )  # fmt: skip
         return (out, lse, None) if return_attn_probs else out
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = (
         f"{what}: :func:`context_parallel_attn_func` with method {method!r} and layout {layout!r}. q, k and v are "
-        f"``(b, rows, heads, head_dim)`` of this rank's tokens."
+        f"``(b, rows, heads, head_dim)`` of this rank's tokens. ``seqlen`` is the tokens of the whole sequence, needed "
+        f"where the ranks have different numbers of rows."
     )
     return function
 
@@ -79,7 +83,7 @@ class LocalKeys:
 
 
 def llama3_flash_attn_prepare_cu_seqlens(
-    cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
+    cu_seqlens: torch.Tensor | Sequence[int], causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, LocalKeys]:
     """Prepare the arguments of :func:`llama3_flash_attn_varlen_func` for packed documents in the contiguous layout.
 
@@ -91,7 +95,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
 
     Returns:
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice). The first two are int32 on the device
-        of ``cu_seqlens``, of this rank's part of each document and of the keys that it sees.
+        of ``cu_seqlens``, or on the CPU, of this rank's part of each document and of the keys that it sees.
 
     Raises:
         TypeError, ValueError: ``cu_seqlens`` is not at least two integers that start at 0 and never decrease, or
@@ -107,7 +111,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
     k_lengths = [run.stop if causal else lengths[run.document] for run in runs]
     start = firsts[runs[0].document] if runs else 0
     stop = firsts[runs[-1].document] + k_lengths[-1] if runs else 0
-    cu = [torch.tensor([0, *each]).cumsum(0).to(cu_seqlens.device, torch.int32) for each in (q_lengths, k_lengths)]
+    device = cu_seqlens.device if isinstance(cu_seqlens, torch.Tensor) else torch.device("cpu")
+    cu = [torch.tensor([0, *each]).cumsum(0).to(device, torch.int32) for each in (q_lengths, k_lengths)]
     longest = [max(each, default=0) for each in (q_lengths, k_lengths)]
     return cu[0], cu[1], longest[0], longest[1], LocalKeys(start, stop, tuple(firsts))
 

@@ -11,8 +11,9 @@ from flashlane.core.arch import compute_dtype
 from flashlane.core.validate import kind_of, whole_number
 from flashlane.distributed import comm
 from flashlane.distributed import layout as layouts
+from flashlane.distributed.agree import agree
 from flashlane.distributed.comm import Grid, Group, Message, Ranks, check_rank
-from flashlane.distributed.functional import lengths_of
+from flashlane.distributed.functional import digest, lengths_of
 from flashlane.distributed.layout import Layout, order_of_shards, rows_of, runs_of
 
 Lengths = torch.Tensor | Sequence[int] | None
@@ -126,11 +127,13 @@ def unshard_sequence(
         seqlen = x.shape[dim] * grid.size
     layout, lengths, size, rank = _where(seqlen, cu_seqlens, layout, group, grid.rank, grid.size)
     counts = [rows_of(runs_of(layout, lengths, size, each)) for each in range(size)]
+    error = None
     if x.shape[dim] != counts[rank]:
-        raise ValueError(
+        error = ValueError(
             f"x has {x.shape[dim]} tokens along axis {dim} on rank {rank}; layout {layout!r} gives it {counts[rank]} "
             f"of {sum(lengths)}"
         )
+    _agree(x, dim, layout, lengths, cu_seqlens is not None, grid, error)
     rows = x.movedim(dim, 0)
     for ranks in reversed(grid.groups):
         inner = grid.heads.size if grid.heads and ranks is grid.keys else 1
@@ -139,6 +142,32 @@ def unshard_sequence(
         rows = _Join.apply(ranks, sizes, rows)
     order = order_of_shards(layout, lengths, size).to(x.device)
     return rows.index_select(0, order).movedim(0, dim)
+
+
+def _agree(
+    x: torch.Tensor,
+    dim: int,
+    layout: Layout,
+    lengths: tuple[int, ...],
+    varlen: bool,
+    grid: Grid,
+    error: ValueError | None,
+) -> None:
+    """Raise ValueError on all ranks unless they join tensors of the same kind, whose messages have the same sizes."""
+    others = list(x.shape)
+    del others[dim]
+    gives_gradients = torch.is_grad_enabled() and x.requires_grad
+    fields = (
+        ("unshard_sequence", True),
+        ("x without its tokens", tuple(others)),
+        ("dim", dim % x.dim()),
+        ("dtype", str(x.dtype)),
+        ("layout", layout),
+        ("cu_seqlens" if varlen else "seqlen", digest(lengths) if varlen else lengths[0]),
+        ("requires_grad", gives_gradients),
+    )
+    for ranks in grid.groups:
+        agree(ranks, fields, x.device, error)
 
 
 class _Join(torch.autograd.Function):

@@ -16,7 +16,7 @@ from flashlane.distributed.layout import Layout, check_layout
 
 @contextlib.contextmanager
 def context_parallel_sdpa(
-    group: Group = None, *, method: Method = "auto", layout: Layout | None = None
+    group: Group = None, *, method: Method = "auto", layout: Layout | None = None, seqlen: int | None = None
 ) -> Iterator[None]:
     """A context in which ``F.scaled_dot_product_attention`` of torch is exact attention over the tokens of all ranks.
 
@@ -32,7 +32,9 @@ def context_parallel_sdpa(
         method: "allgather", "ring", "ulysses", "usp" or "auto", as for
             :func:`flashlane.distributed.context_parallel_attn_func`.
         layout: which tokens a rank has. None means the default of torch's ``context_parallel``: "zigzag" where a rank
-            has an even number of tokens, else "contiguous".
+            has an even number of tokens, else "contiguous". With ``seqlen`` it means "zigzag".
+        seqlen: tokens of the whole sequence; needed where the ranks have different numbers of tokens, which torch's
+            ``context_parallel`` never gives them.
 
     Raises:
         TypeError, ValueError: ``group``, ``method`` or ``layout`` is not valid; the message names it.
@@ -60,13 +62,15 @@ def context_parallel_sdpa(
     ) -> torch.Tensor:
         if attn_mask is not None:
             raise NotImplementedError("attn_mask is given; context parallelism has none: use is_causal or no mask")
+        if query.dim() != 4:
+            raise ValueError(f"query has shape {tuple(query.shape)}; it must be (batch, heads, tokens, head_dim)")
         if not enable_gqa and query.shape[1] != key.shape[1]:
             raise ValueError(
                 f"key has {key.shape[1]} heads and query has {query.shape[1]}; they may differ only when enable_gqa is "
                 f"True"
             )
-        where: dict[str, Any] = {"group": group, "method": method}
-        where["layout"] = layout or ("contiguous" if query.shape[2] % 2 else "zigzag")
+        where: dict[str, Any] = {"group": group, "method": method, "seqlen": seqlen}
+        where["layout"] = layout or ("contiguous" if seqlen is None and query.shape[2] % 2 else "zigzag")
         tensors = (t.transpose(1, 2) for t in (query, key, value))
         return context_parallel_attn_func(*tensors, dropout_p, scale, is_causal, **where).transpose(1, 2)
 
