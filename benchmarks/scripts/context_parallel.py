@@ -2,15 +2,16 @@
 
     PYTHONPATH=src python3 benchmarks/scripts/context_parallel.py --ranks 2 --out benchmarks/results
 
-Writes context_parallel.json after each part: (1) a few cases by each transport against one GPU; (2) times of the
-problems, the transports in turn, next to a share of one GPU's time for the whole problem; (3) times of what a call
-consists of; (4) repeats that must be equal bit by bit; then, as far as the seconds last, (5) calls replayed from a CUDA
-graph, (6) the other methods and torch's own context parallelism, and (7) every method and layout. Exit status 1 when a
-check fails. "ring" with layout zigzag is ring-flash-attention's algorithm over these kernels.
+Writes context_parallel.json after each part: (check) a few cases by each transport against one GPU; (speed) times of
+the problems, the transports in turn, next to a share of one GPU's time for the whole problem; (parts) times of what a
+call consists of; (repeats) calls that must be equal bit by bit; (captured) calls replayed from a CUDA graph; (peers)
+times of the other methods and of torch's own context parallelism; (check_all) every method and layout. ``--do`` names
+the parts that are done. Exit status 1 when a check fails. "ring" with layout zigzag is ring-flash-attention's algorithm
+over these kernels.
 
 With ``--switches`` what is built but off is on: kernels that poll while keys come, one launch of the backward of two
 chunks, and f32 outputs that a ring merges. With ``--backend gloo`` the ranks are processes on the CPU, with small
-problems: a rehearsal, whose times say nothing.
+problems in f32 and two timed calls of each: a rehearsal, whose times say nothing.
 
 With ``--rank R --folder F`` this process is one of the ranks, which others join by the same folder, so that one of them
 can run under compute-sanitizer; it only checks.
@@ -84,6 +85,10 @@ def packed_documents(total: int, seed: int = 3) -> tuple[int, ...]:
     return tuple(found)
 
 
+PARTS = ("check", "speed", "parts", "repeats", "captured", "peers", "check_all")
+"""What ``--do`` may name, in the order in which it is done."""
+ON_GPUS = ("parts", "captured")
+"""The parts that a rehearsal leaves out."""
 PROBLEMS = {
     "8k": SharedProblem(8192),
     "4k": SharedProblem(4096),
@@ -113,11 +118,16 @@ def check(
     layouts: tuple[str, ...] = LAYOUTS,
     all_heads: tuple[tuple[int, int], ...] = ((8, 2), (4, 4)),
 ) -> list[dict[str, Any]]:
-    """Methods and layouts in bf16 against one GPU: no farther from f32 than twice that GPU's own result."""
+    """Methods and layouts in bf16 against one GPU: no farther from f32 than twice that GPU's own result.
+
+    On a CPU they are in f32, with an error of 1e-5.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
+    small = {"head_dim": 16, "dtype": "float32"} if device.type == "cpu" else {}
+    least = 1e-5 if small else 1e-3
     rows = []
     for documents, (heads, kv_heads) in itertools.product(((), (tokens, 0, 1, 2 * tokens, 37)), all_heads):
-        problem = SharedProblem(tokens, heads, kv_heads, documents=documents)
+        problem = SharedProblem(tokens, heads, kv_heads, documents=documents, **small)
         total = problem.total(size)
         whole = problem.on_one(size, device)
         right = exact(problem, size, device)
@@ -136,7 +146,7 @@ def check(
             worst = 0.0
             for ours, one, exact_one in zip(found, alone, right, strict=True):
                 mine = exact_one.index_select(axis, own)
-                limit = 2 * (one.index_select(axis, own).float() - mine).abs().max() + 1e-3 * mine.abs().max()
+                limit = 2 * (one.index_select(axis, own).float() - mine).abs().max() + least * mine.abs().max()
                 worst = max(worst, float((ours.float() - mine).abs().max() / limit))
             share = torch.tensor([worst], device=device)
             dist.all_reduce(share, dist.ReduceOp.MAX)
@@ -157,8 +167,14 @@ def quick(device: torch.device) -> list[dict[str, Any]]:
 
 
 def every(device: torch.device) -> list[dict[str, Any]]:
-    """All methods and layouts."""
-    return check(device, tokens_of(device))
+    """All methods and layouts, on a CPU with one number of heads."""
+    heads = ((8, 2),) if device.type == "cpu" else ((8, 2), (4, 4))
+    return check(device, tokens_of(device), all_heads=heads)
+
+
+def rounds_on(device: torch.device) -> int:
+    """Rounds in which each call is timed."""
+    return 1 if device.type == "cpu" else measure_ranks.ROUNDS
 
 
 def tokens_of(device: torch.device) -> int:
@@ -171,7 +187,8 @@ def repeats(device: torch.device, count: int, methods: tuple[str, ...] = METHODS
     of_problems = {}
     for method in methods:
         tokens = 32 if device.type == "cpu" else 1024
-        call = SharedProblem(tokens, 8, 4).shared(device, deterministic=True, **HOW[method])
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+        call = SharedProblem(tokens, 8, 4, dtype=dtype).shared(device, deterministic=True, **HOW[method])
         first = call.both()
         other = torch.zeros(1, device=device)
         for _ in range(count if method in TRANSPORTS else count // 5):
@@ -184,7 +201,7 @@ def repeats(device: torch.device, count: int, methods: tuple[str, ...] = METHODS
 def speed(device: torch.device, name: str) -> dict[str, Any]:
     """Milliseconds of one problem by each transport."""
     problem = problem_of(name, device)
-    rows = time_methods(device, problem, {kind: HOW[kind] for kind in TRANSPORTS})
+    rows = time_methods(device, problem, {kind: HOW[kind] for kind in TRANSPORTS}, rounds=rounds_on(device))
     return {"name": name, **problem_fields(problem, dist.get_world_size()), "rows": rows, "failures": {}}
 
 
@@ -200,7 +217,7 @@ def peers(device: torch.device, name: str, torchs: bool) -> dict[str, Any]:
             more.clear()
             failures["torch context_parallel"] = f"{type(error).__name__}: {error}"[:300]
     methods = {"ring (ring-flash-attention's)": HOW["ring"], "ulysses": HOW["ulysses"]}
-    rows = time_methods(device, problem, methods, more=more)
+    rows = time_methods(device, problem, methods, rounds=rounds_on(device), more=more)
     return {"name": name, **problem_fields(problem, size), "rows": rows, "failures": failures}
 
 
@@ -313,9 +330,12 @@ def host_milliseconds(call: Any, device: torch.device, count: int = 50) -> float
 
 
 def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
-    """Everything, on every rank."""
+    """The parts, on every rank."""
     body: dict[str, Any] = {"format": FORMAT, "environment": environment(device), "ranks": dist.get_world_size()}
-    began, gpu = time.monotonic(), device.type == "cuda"
+    began, wanted = time.monotonic(), options["do"]
+    if device.type == "cpu":
+        measure_ranks.ROUND_MS = 0.0  # two calls a round
+        wanted = [name for name in wanted if name not in ON_GPUS]
     for name in options["switches"]:
         setattr(*SWITCHES[name], True)
     body["switches"] = options["switches"]
@@ -339,20 +359,18 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     def write() -> None:
         write_atomically(Path(options["out"]) / "context_parallel.json", json.dumps(body, indent=1))
 
-    part("check", quick)
-    if options["only_check"]:
-        return body
-    for name in PROBLEMS:
-        part("speed", speed, name)
-    if gpu:
-        part("parts", parts, "8k")
-    part("repeats", repeats, options["repeats"], TRANSPORTS)
-    if gpu and not options["switches"]:
-        part("captured", captured, "8k")
-    for name in PROBLEMS if options["peers"] else ():
-        part("peers", peers, name, True)
-    if options["peers"] or options["switches"]:
-        part("check_all", every)
+    runs: dict[str, list[tuple[Any, ...]]] = {
+        "check": [(quick,)],
+        "speed": [(speed, name) for name in PROBLEMS],
+        "parts": [(parts, "8k")],
+        "repeats": [(repeats, options["repeats"], TRANSPORTS)],
+        "captured": [(captured, "8k")],
+        "peers": [(peers, name, True) for name in PROBLEMS],
+        "check_all": [(every,)],
+    }
+    for name in wanted:
+        for run, *arguments in runs[name]:
+            part(name, run, *arguments)
     if dist.get_rank() == 0:
         write()  # with what was skipped last
     return body
@@ -382,7 +400,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="GPUs")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--seconds", type=float, default=110.0, help="nothing new is begun after them")
-    parser.add_argument("--peers", action="store_true", help="also the other methods, and every layout")
+    parser.add_argument("--do", default=",".join(PARTS), help=f"a list of {', '.join(PARTS)}")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
     parser.add_argument("--switches", default="", help=f"a list of {', '.join(SWITCHES)}")
     parser.add_argument("--rank", type=int, help="this process is that rank; it only checks")
@@ -396,9 +414,12 @@ def main() -> None:
     switches = [name for name in options.switches.split(",") if name]
     if unknown := [name for name in switches if name not in SWITCHES]:
         parser.error(f"--switches has {unknown[0]!r}; it may have {', '.join(SWITCHES)}")
+    wanted = ["check"] if options.rank is not None else [name for name in PARTS if name in options.do.split(",")]
+    if unknown := [name for name in options.do.split(",") if name not in PARTS]:
+        parser.error(f"--do has {unknown[0]!r}; it may have {', '.join(PARTS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     given = {"out": str(options.out.resolve()), "repeats": options.repeats, "seconds": options.seconds}
-    given |= {"peers": options.peers, "only_check": options.rank is not None, "switches": switches}
+    given |= {"do": wanted, "switches": switches}
     if options.rank is None:
         body = on_ranks(options.ranks, options.backend, job, given)
     else:

@@ -5,16 +5,18 @@
 
 Each part is processes of its own with a limit, so that one that hangs costs no other:
 
-    default    context_parallel.py --peers: every method and layout against one GPU, times of the problems with peers,
-               500 repeats that must have the same bits, a call in a CUDA graph
-    switched   the same without peers, with all that is built but off (context_parallel.py, SWITCHES)
+    check      context_parallel.py: every method and layout against one GPU, and 500 repeats that must have equal bits
+    speed      times of the problems by each transport, of what a call consists of, and of a call in a CUDA graph
+    peers      times of the other methods and of torch's own context parallelism
+    switched   check and speed with all that is built but off (context_parallel.py, SWITCHES)
     sanitizer  the first checks again with rank 1 under compute-sanitizer's memcheck
     bench      flashlane bench --ranks 2, with the model of more ranks
     step       flashlane e2e --ranks 2: a training step under FSDP2 and context parallelism
 
-It writes two_gpus.json: for each target its figure, and whether it is met; the table is printed last. Exit status 1: a
-check failed or a part did not end well. A target that is missed is no failure. ``--rehearse`` runs all of it by gloo on
-a CPU, with small problems and without the sanitizer: the figures of a rehearsal say nothing.
+It writes two_gpus.json: for each target its figure, and whether it is met; the table is printed last. A part that ended
+well in an earlier run with the same --out is not run again, unless --again is given. Exit status 1: a check failed or a
+part did not end well. A target that is missed is no failure. ``--rehearse`` runs all of it by gloo on a CPU, with small
+problems and without the sanitizer: the figures of a rehearsal say nothing.
 """
 
 from __future__ import annotations
@@ -47,29 +49,34 @@ TARGETS = {
     ("documents", "both"): 0.90,
 }
 """The least share of the ideal, half of one GPU's time for the whole problem, by problem and passes."""
-LIMITS = {"default": 240, "switched": 150, "sanitizer": 240, "bench": 120, "step": 120}
+LIMITS = {"check": 150, "speed": 120, "peers": 120, "switched": 180, "sanitizer": 240, "bench": 120, "step": 120}
 """Seconds of each part."""
-REHEARSAL = 3
-"""How many times the limits a rehearsal may take, as CPUs are slow."""
+REHEARSED = 240
+"""Seconds of each part of a rehearsal, of which it takes about 15 where no other process uses the CPU."""
+DONE = {
+    "check": "check,repeats,check_all",
+    "speed": "speed,parts,captured",
+    "peers": "peers",
+    "switched": "check,speed,repeats,check_all",
+}
+"""What context_parallel.py does in each part that is its own."""
+TIMED = ("speed", "switched")
+"""The parts whose times are held against the targets."""
 
 
 def limit_of(part: str, rehearse: bool) -> int:
     """Seconds of a part."""
-    return LIMITS[part] * (REHEARSAL if rehearse else 1)
+    return REHEARSED if rehearse else LIMITS[part]
 
 
 def commands(out: Path, rehearse: bool, ranks: int) -> dict[str, list[list[str]]]:
     """The processes of each part, which run at once."""
-    seconds = {part: str(limit_of(part, rehearse) - 40) for part in LIMITS}
     one = [sys.executable, str(HERE / "context_parallel.py"), "--ranks", str(ranks)]
     one += ["--backend", "gloo", "--repeats", "6"] if rehearse else ["--repeats", str(REPEATS)]
-    found = {
-        "default": [[*one, "--peers", "--seconds", seconds["default"], "--out", str(out / "default")]],
-        "switched": [
-            [*one, "--switches", ",".join(SWITCHES), "--seconds", seconds["switched"], "--out",
-             str(out / "switched")]
-        ],
-    }  # fmt: skip
+    found = {}
+    for part, done in DONE.items():
+        command = [*one, "--do", done, "--seconds", str(limit_of(part, rehearse) - 40), "--out", str(out / part)]
+        found[part] = [[*command, *(["--switches", ",".join(SWITCHES)] if part == "switched" else [])]]
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     # In a rehearsal rank 1 is a process like the others: what is tried is that the ranks meet and check.
     under = [] if rehearse else [sanitizer, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
@@ -134,17 +141,24 @@ def best_shares(found: dict[str, Any]) -> dict[tuple[str, str], tuple[float, str
 def judged(out: Path) -> list[dict[str, Any]]:
     """Each target with its figure, by the transports that are on and with those that are off."""
     rows = []
-    shares = {}
-    for kind in ("default", "switched"):
+    for kind in TIMED:
         file = out / kind / "context_parallel.json"
-        shares[kind] = best_shares(json.loads(file.read_text())) if file.exists() else {}
-    for (problem, way), target in TARGETS.items():
-        for kind, each in shares.items():
-            share, method = each.get((problem, way), (None, ""))
+        shares = best_shares(json.loads(file.read_text())) if file.exists() else {}
+        for (problem, way), target in TARGETS.items():
+            share, method = shares.get((problem, way), (None, ""))
             met = None if share is None else share >= target
-            rows.append({"problem": problem, "passes": way, "target": target, "switches": kind, "share": share,
+            rows.append({"problem": problem, "passes": way, "target": target, "part": kind, "share": share,
                          "method": method, "met": met})  # fmt: skip
     return rows
+
+
+def earlier(file: Path, rehearse: bool, ranks: int) -> dict[str, dict[str, Any]]:
+    """The parts of an earlier run of this kind that ended well, by their names."""
+    if not file.exists():
+        return {}
+    body = json.loads(file.read_text())
+    same = (body.get("format"), body.get("rehearsal"), body.get("ranks")) == (FORMAT, rehearse, ranks)
+    return {part["part"]: part for part in body["parts"] if part["ok"]} if same else {}
 
 
 def main() -> None:
@@ -153,30 +167,37 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rehearse", action="store_true", help="by gloo on a CPU, with small problems")
     parser.add_argument("--parts", default=",".join(LIMITS), help="a list of parts")
+    parser.add_argument("--again", action="store_true", help="run parts again that ended well in an earlier run")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of a part end, too
     out = options.out.resolve()
-    shutil.rmtree(out / "meeting", ignore_errors=True)
-    (out / "meeting").mkdir(parents=True)
     planned = commands(out, options.rehearse, options.ranks)
     wanted = options.parts.split(",")
     if unknown := [name for name in wanted if name not in planned]:
         parser.error(f"--parts has {unknown[0]!r}; it may have {', '.join(planned)}")
-    found: dict[str, Any] = {"format": FORMAT, "rehearsal": options.rehearse, "parts": [], "targets": []}
+    shutil.rmtree(out / "meeting", ignore_errors=True)
+    (out / "meeting").mkdir(parents=True)
+    file = out / "two_gpus.json"
+    kept = earlier(file, options.rehearse, options.ranks)
+    ended = {name: part for name, part in kept.items() if name not in wanted or not options.again}
     for name in wanted:
-        found["parts"].append(run(name, planned[name], out, limit_of(name, options.rehearse)))
+        if name in ended:
+            print(f"{name} ended well in an earlier run", flush=True)
+            continue
+        shutil.rmtree(out / name, ignore_errors=True)
+        part = run(name, planned[name], out, limit_of(name, options.rehearse))
         if missing := unfinished(out / name / "context_parallel.json"):
-            found["parts"][-1] |= {"ok": False, "not done": missing}
-        print(json.dumps(found["parts"][-1]), flush=True)
-        found["targets"] = judged(out)
-        write_atomically(out / "two_gpus.json", json.dumps(found, indent=1))
-    for row in found["targets"]:
+            part |= {"ok": False, "not done": missing}
+        print(json.dumps(part), flush=True)
+        ended[name] = part
+        body = {"format": FORMAT, "rehearsal": options.rehearse, "ranks": options.ranks}
+        parts = [ended[each] for each in planned if each in ended]
+        write_atomically(file, json.dumps({**body, "parts": parts, "targets": judged(out)}, indent=1))
+    for row in judged(out):
         words = {None: "not measured", True: "met", False: "missed"}[row["met"]]
         share = "" if row["share"] is None else f"{row['share']:.1%} {row['method']}"
-        print(
-            f"{row['problem']:10} {row['passes']:8} {row['switches']:9} target {row['target']:.0%}  {words:12} {share}"
-        )
-    raise SystemExit(0 if all(part["ok"] for part in found["parts"]) else 1)
+        print(f"{row['problem']:10} {row['passes']:8} {row['part']:9} target {row['target']:.0%}  {words:12} {share}")
+    raise SystemExit(0 if all(ended[name]["ok"] for name in wanted) else 1)
 
 
 if __name__ == "__main__":

@@ -25,17 +25,17 @@ def row(method: str, forward: float, both: float) -> dict[str, object]:
 
 def test_a_target_is_met_by_the_best_transport(script: ModuleType, tmp_path: Path) -> None:
     rows = [row("one process", 0.5, 0.5), row("allgather", 0.99, 0.91), row("allgather by copies", 0.97, 0.955)]
-    (tmp_path / "default").mkdir()
+    (tmp_path / "speed").mkdir()
     body = {"speed": [{"name": "8k", "rows": rows}, {"name": "4k", "error": "lost"}]}
-    (tmp_path / "default" / "context_parallel.json").write_text(json.dumps(body))
-    found = {(each["problem"], each["passes"], each["switches"]): each for each in script.judged(tmp_path)}
+    (tmp_path / "speed" / "context_parallel.json").write_text(json.dumps(body))
+    found = {(each["problem"], each["passes"], each["part"]): each for each in script.judged(tmp_path)}
     assert len(found) == 2 * len(script.TARGETS)
-    assert found["8k", "forward", "default"] | {"target": 0} == {
-        "problem": "8k", "passes": "forward", "target": 0, "switches": "default", "share": 0.99,
+    assert found["8k", "forward", "speed"] | {"target": 0} == {
+        "problem": "8k", "passes": "forward", "target": 0, "part": "speed", "share": 0.99,
         "method": "allgather", "met": True,
     }  # fmt: skip
-    assert found["8k", "both", "default"]["share"] == 0.955 and found["8k", "both", "default"]["met"] is False
-    for missing in (("4k", "forward", "default"), ("8k", "forward", "switched")):
+    assert found["8k", "both", "speed"]["share"] == 0.955 and found["8k", "both", "speed"]["met"] is False
+    for missing in (("4k", "forward", "speed"), ("8k", "forward", "switched")):
         assert found[missing]["met"] is None
 
 
@@ -48,7 +48,7 @@ def test_one_rank_runs_under_the_sanitizer_and_none_in_a_rehearsal(script: Modul
         assert [each[each.index("--rank") + 1] for each in planned["sanitizer"]] == ["0", "1"]
         switched = planned["switched"][0]
         assert switched[switched.index("--switches") + 1].split(",") == list(script.SWITCHES)
-        repeats = planned["default"][0]
+        repeats = planned["check"][0]
         assert repeats[repeats.index("--repeats") + 1] == ("6" if rehearse else "500")
 
 
@@ -60,6 +60,38 @@ def test_what_was_skipped_or_failed_is_told(script: ModuleType, tmp_path: Path) 
     assert script.unfinished(file) == ["speed"]
     file.write_text(json.dumps({**body, "parts": {"error": "lost"}, "skipped": ["check_all"]}))
     assert script.unfinished(file) == ["check_all", "parts", "speed"]
+
+
+def test_a_part_that_ended_well_is_not_run_again(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run(name: str, *_: object) -> dict[str, object]:
+        ran.append(name)
+        return {"part": name, "ok": name != "peers", "seconds": 1.0}
+
+    monkeypatch.setattr(script, "run", run)
+
+    def parts_of(*options: str) -> tuple[list[str], object]:
+        ran.clear()
+        monkeypatch.setattr(sys, "argv", ["two_gpus.py", "--out", str(tmp_path), *options])
+        with pytest.raises(SystemExit) as ended:
+            script.main()
+        return list(ran), ended.value.code
+
+    assert parts_of("--rehearse", "--parts", "check") == (["check"], 0)
+    assert parts_of("--rehearse") == ([name for name in script.LIMITS if name != "check"], 1)
+    assert parts_of("--rehearse") == (["peers"], 1)
+    assert parts_of("--rehearse", "--parts", "bench,step", "--again") == (["bench", "step"], 0)
+    kept = json.loads((tmp_path / "two_gpus.json").read_text())["parts"]
+    assert [part["part"] for part in kept if part["ok"]] == [name for name in script.LIMITS if name != "peers"]
+    assert parts_of("--parts", "check") == (["check"], 0)  # a rehearsal is no run on GPUs
+
+
+def test_every_part_of_a_script_is_one_that_it_has(script: ModuleType) -> None:
+    has = importlib.import_module("context_parallel").PARTS
+    assert {each for done in script.DONE.values() for each in done.split(",")} == set(has)
 
 
 def test_every_switch_exists_and_is_off(script: ModuleType) -> None:

@@ -239,6 +239,8 @@ def join_ranks(rank: int, size: int, folder: str, backend: str, job: Callable[..
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
+    else:  # more threads than cores wait for each other at each operation
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     dist.init_process_group(
         backend,
