@@ -54,7 +54,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(source: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
+def imports_of(source: str, path: Path, modules: dict[str, Path]) -> Iterator[Import]:
     """The imports of a module that run, those for type checkers left out."""
 
     def walk(node: ast.AST, late: bool) -> Iterator[Import]:
@@ -72,7 +72,7 @@ def imports_of(source: str, path: Path, known: dict[str, Path]) -> Iterator[Impo
                 if child.module and child.module.split(".")[0] == NAME:
                     for alias in child.names:
                         full = f"{child.module}.{alias.name}"
-                        yield Import(source, full if full in known else child.module, late)
+                        yield Import(source, full if full in modules else child.module, late)
             yield from walk(child, late or isinstance(child, ast.FunctionDef | ast.Lambda))
 
     yield from walk(ast.parse(path.read_text(encoding="utf-8")), late=False)

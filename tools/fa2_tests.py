@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", type=Path, help="a test module of FlashAttention, in its repository's layout")
     _add_options(parser.add_argument)
-    parsed, rest = parser.parse_known_args(arguments)
+    parsed, pytest_arguments = parser.parse_known_args(arguments)
     if not parsed.module.is_file():
         parser.error(f"module is {parsed.module}, which is not a file; download FlashAttention's test module")
     if parsed.sample is not None and parsed.sample < 1:
@@ -193,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     options += ["-p", "no:cacheprovider", f"--seed={parsed.seed}"]
     options += [f"--sample={parsed.sample}"] if parsed.sample is not None else []
     options += ["--on-cpu"] if parsed.on_cpu else []
-    return int(pytest.main([*options, *rest]))
+    return int(pytest.main([*options, *pytest_arguments]))
 
 
 if __name__ == "__main__":

@@ -44,18 +44,18 @@ def count() -> None:
         RAN["the tiled reference" if call.kernels is None else "the Hopper kernels"] += 1
         return apply(call, *rest)
 
-    def chosen(*given: Any) -> Any:
+    def chosen(*operands: Any) -> Any:
         try:
-            return kernels(*given[:-1], "raise")
+            return kernels(*operands[:-1], "raise")
         except NotImplementedError as error:
             REFUSED[str(error).split(". kernel_options")[0][:150]] += 1
-            return kernels(*given)
+            return kernels(*operands)
 
     function = attention.bind
 
-    def bound(*given: Any, **named: Any) -> Any:
+    def bound(*operands: Any, **named: Any) -> Any:
         try:
-            return function(*given, **named)
+            return function(*operands, **named)
         except NotImplementedError as error:
             REFUSED[str(error)[:150]] += 1
             raise
@@ -279,11 +279,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", type=Path, nargs="+", help="test modules of PyTorch or attention-gym")
     parser.add_argument("--package", type=Path, help="a folder that the tests import from")
-    parsed, rest = parser.parse_known_args(arguments)
+    parsed, pytest_arguments = parser.parse_known_args(arguments)
     for path in parsed.module:
         if not path.is_file():
             parser.error(f"module is {path}, which is not a file")
-    if "--on-cpu" not in rest and not torch.cuda.is_available():
+    if "--on-cpu" not in pytest_arguments and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --on-cpu runs the tests there")
     # Inductor would start as many processes as there are cores, for every worker.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Its own root, so that no configuration or conftest of this repository is in force.
     plugins = ["-p", "flex_tests", "-p", "foreign_tests", "-p", "no:cacheprovider", "--noconftest"]
     options = [*plugins, *map(str, parsed.module), f"--rootdir={parsed.module[0].parent}", "-c", "/dev/null"]
-    return int(pytest.main([*options, "-rs", *rest]))
+    return int(pytest.main([*options, "-rs", *pytest_arguments]))
 
 
 if __name__ == "__main__":

@@ -148,18 +148,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", type=Path, help="a test module of PyTorch")
-    parsed, rest = parser.parse_known_args(arguments)
+    parsed, pytest_arguments = parser.parse_known_args(arguments)
     if not parsed.module.is_file():
         parser.error(f"module is {parsed.module}, which is not a file; download it from PyTorch's folder test")
     if importlib.util.find_spec("expecttest") is None:
         parser.error("PyTorch's tests import expecttest: pip install expecttest")
-    if "--on-cpu" not in rest and not torch.cuda.is_available():
+    if "--on-cpu" not in pytest_arguments and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --on-cpu runs the tests there")
     sys.path.insert(0, str(Path(__file__).parent))
     # Its own root, so that no configuration or conftest of this repository is in force.
     plugins = ["-p", "torch_tests", "-p", "foreign_tests", "-p", "no:cacheprovider"]
     options = [*plugins, str(parsed.module), f"--rootdir={parsed.module.parent}", "-c", "/dev/null"]
-    return int(pytest.main([*options, "-rs", *rest]))
+    return int(pytest.main([*options, "-rs", *pytest_arguments]))
 
 
 if __name__ == "__main__":

@@ -155,18 +155,18 @@ def run(backend: Any, options: dict[str, Any], causal: bool = True, permuted: bo
         cache = torch.full((BLOCKS, PAGE, KV_HEADS, 2 * SIZE), torch.nan).transpose(1, 2)
     cache[0] = 0  # vLLM's null block
     blocks = torch.randperm(BLOCKS - 1)[:12].reshape(3, 4) + 1
-    known: list[list[torch.Tensor]] = [[], [], []]
+    cached_rows: list[list[torch.Tensor]] = [[], [], []]
     worst = 0.0
     for lengths, padding in (((5, 17, 33), 0), ((1, 9, 1), 0), ((1, 1, 1), 0), ((1, 1, 1), 1)):
         total = sum(lengths) + padding
         q, k, v = (torch.randn(total, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
         slots, at = [], 0
         for request, count in enumerate(lengths):
-            first = len(known[request])
+            first = len(cached_rows[request])
             slots += [int(blocks[request, row // PAGE]) * PAGE + row % PAGE for row in range(first, first + count)]
-            known[request] += [torch.stack([k[at + i], v[at + i]]) for i in range(count)]
+            cached_rows[request] += [torch.stack([k[at + i], v[at + i]]) for i in range(count)]
             at += count
-        seq_lens = [len(rows) for rows in known] + [0] * padding
+        seq_lens = [len(rows) for rows in cached_rows] + [0] * padding
         starts = torch.tensor([0, *lengths, *[1] * padding]).cumsum(0).int()
         table = torch.cat([blocks, blocks.new_zeros(padding, 4)]).int()
         given = CommonAttentionMetadata(
@@ -181,7 +181,7 @@ def run(backend: Any, options: dict[str, Any], causal: bool = True, permuted: bo
             return float("inf")
         at = 0
         for request, count in enumerate(lengths):
-            rows = torch.stack(known[request])
+            rows = torch.stack(cached_rows[request])
             wanted = plain(q[at : at + count], rows[:, 0], rows[:, 1], options, causal)
             got = output[at : at + count].view(count, HEADS, SIZE)
             worst = max(worst, float((got - wanted).abs().max()))

@@ -296,13 +296,13 @@ def check_arrivals(case: Case, repeats: int, until: float, delay: float = 3e-4) 
     call, chance = Call(case), random.Random(1)
     expected = call.one_launch()
     transport = Transport(call)
-    wrong, waited, done = 0, 0, 0
+    wrong, waited, runs = 0, 0, 0
     for _ in range(repeats):
         if time.monotonic() > until:
             break
         waited += transport.once(chance, delay)
         wrong += not same((transport.out, transport.lse), expected)
-        done += 1
+        runs += 1
     # The check must be able to fail: with flags that are set too early, NaN must be seen.
     transport.number += 1
     transport.flags.fill_(transport.number)
@@ -310,7 +310,7 @@ def check_arrivals(case: Case, repeats: int, until: float, delay: float = 3e-4) 
     transport.launch()
     torch.cuda.synchronize()
     seen = bool(transport.out.isnan().any())
-    return {"case": str(case), "ok": wrong == 0 and seen and done > 0 and waited > 0, "repeats": done, "wrong": wrong,
+    return {"case": str(case), "ok": wrong == 0 and seen and runs > 0 and waited > 0, "repeats": runs, "wrong": wrong,
             "waited": waited, "early_flags_are_seen": seen, "chunks": len(call.arriving_chunks)}  # fmt: skip
 
 

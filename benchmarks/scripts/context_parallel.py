@@ -277,7 +277,7 @@ def parts(device: torch.device, name: str) -> dict[str, float]:
     alone = _without_messages(problem, device)
     division = Division("zigzag", (problem.total(size),), size, -1, 0)
     task = Task(ranks, division, Settings(CallOptions(scale=problem.head_dim**-0.5)))
-    found = milliseconds(
+    times = milliseconds(
         {
             "kernels of a rank, forward": alone.forward,
             "kernels of a rank, both": alone.both,
@@ -290,8 +290,8 @@ def parts(device: torch.device, name: str) -> dict[str, float]:
     for kind in TRANSPORTS:
         call = SharedProblem(512).shared(device, **HOW[kind])
         for way in ("forward", "both"):
-            found[f"host's, {way}, {kind}"] = host_milliseconds(getattr(call, way), device)
-    return {key: round(ms, 4) for key, ms in found.items()}
+            times[f"host's, {way}, {kind}"] = host_milliseconds(getattr(call, way), device)
+    return {key: round(ms, 4) for key, ms in times.items()}
 
 
 def _without_messages(problem: SharedProblem, device: torch.device) -> Measured:

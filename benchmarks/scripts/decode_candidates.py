@@ -374,10 +374,10 @@ def main() -> int:
     began = time.monotonic()
     device = device_or_exit()
     words = [word for word in arguments.only.split(",") if word]
-    wanted = [cell for cell in cells() if not words or any(word in cell.name for word in words)]
+    selected = [cell for cell in cells() if not words or any(word in cell.name for word in words)]
     with ThreadPoolExecutor(1) as aside:
         checked = aside.submit(check_all)
-        build_all({config for cell in wanted for config in candidates(problem_of(cell)).values()})
+        build_all({config for cell in selected for config in candidates(problem_of(cell)).values()})
         faults = checked.result()
     for name, what in faults.items():
         if what:
@@ -388,9 +388,9 @@ def main() -> int:
     heat(device)
     copy = 1e9 * copy_rate(device)
     print(f"copy rate {copy / 1e9:.0f} GB/s", flush=True)
-    pool = Pool(wanted, device)
+    pool = Pool(selected, device)
     rows: list[CellResult] = []
-    for cell in wanted:
+    for cell in selected:
         if time.monotonic() - began > arguments.seconds:
             print(f"not run for want of time: {cell.name}")
             continue

@@ -77,9 +77,9 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run(generation: str, given: argparse.Namespace, record: Path, seconds: float) -> dict[str, Any]:
+def run(generation: str, options: argparse.Namespace, record: Path, seconds: float) -> dict[str, Any]:
     began, ended = time.monotonic(), False
-    words = command(given.repository / MODULES[generation], generation, given)
+    words = command(options.repository / MODULES[generation], generation, options)
     paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environ = {**os.environ, RECORD: str(record), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     log = record.with_suffix(".log")
@@ -96,8 +96,13 @@ def run(generation: str, given: argparse.Namespace, record: Path, seconds: float
                 process.kill()
                 process.wait()
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
-    row = {"module": MODULES[generation], "sample": None if generation == WHOLE else given.sample, "seed": given.seed}
-    row |= {"selected": SELECTED.get(generation), "seconds": time.monotonic() - began, "ended_early": ended}
+    row = {"module": MODULES[generation], "sample": None if generation == WHOLE else options.sample}
+    row |= {
+        "seed": options.seed,
+        "selected": SELECTED.get(generation),
+        "seconds": time.monotonic() - began,
+        "ended_early": ended,
+    }
     row |= {"status": process.returncode, **summary(lines)}
     if not lines:
         row["output"] = log.read_text()[-2000:]
@@ -114,13 +119,13 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=80.0, help="for all modules together")
     parser.add_argument("--on-cpu", action="store_true")
-    given = parser.parse_args()
-    generations = given.modules.split(",")
+    options = parser.parse_args()
+    generations = options.modules.split(",")
     if unknown := set(generations) - set(MODULES):
         parser.error(f"--modules has {', '.join(sorted(unknown))}; it may hold {', '.join(MODULES)}")
-    if missing := [MODULES[name] for name in generations if not (given.repository / MODULES[name]).is_file()]:
-        parser.error(f"repository is {given.repository}, which lacks {', '.join(missing)}")
-    device = torch.device("cpu" if given.on_cpu else "cuda", None if given.on_cpu else 0)
+    if missing := [MODULES[name] for name in generations if not (options.repository / MODULES[name]).is_file()]:
+        parser.error(f"repository is {options.repository}, which lacks {', '.join(missing)}")
+    device = torch.device("cpu" if options.on_cpu else "cuda", None if options.on_cpu else 0)
     body: dict[str, Any] = {
         "format": "flashlane-flash-attention-tests/1",
         "script": SCRIPT,
@@ -128,9 +133,9 @@ def main() -> int:
     }
     rows, began = [], time.monotonic()
     for name in generations:
-        left = max(1.0, given.seconds - time.monotonic() + began)
-        rows.append(run(name, given, given.out.with_name(f"flash_attention_{name}.jsonl"), left))
-        write_atomically(given.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")
+        left = max(1.0, options.seconds - time.monotonic() + began)
+        rows.append(run(name, options, options.out.with_name(f"flash_attention_{name}.jsonl"), left))
+        write_atomically(options.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")
         row = rows[-1]
         counts = ", ".join(f"{row[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
         print(f"{row['module']}: {counts} in {row['seconds']:.0f} s{', ended early' * row['ended_early']}", flush=True)

@@ -65,7 +65,7 @@ def check_programs(count: int, seconds: float, processes: int) -> dict[str, Any]
 def _check_some(seeds: Sequence[int], until: float) -> dict[str, Any]:
     """:func:`check_programs` of some seeds, in one process."""
     torch.set_num_threads(1)
-    worst, failures, ill_conditioned, done = 0.0, [], [], 0
+    worst, failures, ill_conditioned, programs = 0.0, [], [], 0
     for first in range(0, len(seeds), TOGETHER):
         if time.time() > until:
             break
@@ -78,7 +78,7 @@ def _check_some(seeds: Sequence[int], until: float) -> dict[str, Any]:
         results = program_kernel.on_gpu(*(one[-1] for one in drawn))
         for (seed, score, mask, (_, _, scores)), found in zip(drawn, results, strict=True):
             error = _error_of(seed, score, mask, scores, found)
-            done += 1
+            programs += 1
             if error is not None and error > MOST_OF_F32:
                 own = _error_of(seed, score, mask, scores, _in_f32(seed, score, mask, scores))
                 if own is not None and error <= 2 * own:
@@ -88,7 +88,7 @@ def _check_some(seeds: Sequence[int], until: float) -> dict[str, Any]:
                 failures.append({"seed": seed, "error": error, "score": score.text, "mask": mask.text})
             else:
                 worst = max(worst, error)
-    return {"programs": done, "failures": failures, "ill_conditioned": ill_conditioned, "worst_error": worst}
+    return {"programs": programs, "failures": failures, "ill_conditioned": ill_conditioned, "worst_error": worst}
 
 
 def _in_f32(seed: int, score: Any, mask: Any, scores: torch.Tensor) -> program_kernel.Outputs:
@@ -264,7 +264,7 @@ def check_attention(device: torch.device, n: int = 1000) -> list[dict[str, Any]]
     q, k, v = (torch.randn(2, h, n, 128, device=device, dtype=torch.bfloat16) for h in (8, 2, 2))
     slopes = torch.rand(8, device=device)
     documents = masks.documents(torch.tensor([0, n // 3, n // 3 + 1, n], device=device), causal=True)
-    shown = {
+    masks_by_name = {
         "none": None,
         "causal": masks.causal(),
         "window": lambda b, h, i, j: (i - j).abs() <= n // 10,
@@ -280,7 +280,7 @@ def check_attention(device: torch.device, n: int = 1000) -> list[dict[str, Any]]
         "tanh": lambda score, b, h, i, j: 5 * torch.tanh(score / 5),
     }
     for score_name, score in scores.items():
-        for mask_name, mask in shown.items():
+        for mask_name, mask in masks_by_name.items():
             block_mask = None if mask is None else flashlane.create_block_mask(mask, 2, 8, n, n, device)
             given = (score, block_mask, None, True, True)
 

@@ -284,9 +284,9 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="keep the cells that FILE.json has a time of")
     arguments = parser.parse_args()
     names, directions = ([word for word in text.split(",") if word] for text in (arguments.peers, arguments.directions))
-    for option, words, known in (("--peers", names, PEER_TAGS), ("--directions", directions, DIRECTIONS)):
-        if not set(words) <= set(known):
-            parser.error(f"{option} is {','.join(words)!r}; it may hold {', '.join(known)}")
+    for option, words, allowed in (("--peers", names, PEER_TAGS), ("--directions", directions, DIRECTIONS)):
+        if not set(words) <= set(allowed):
+            parser.error(f"{option} is {','.join(words)!r}; it may hold {', '.join(allowed)}")
     chosen = [cell for cell in cells(directions) if is_selected(cell, arguments.only)]
     if not chosen:
         parser.error(f"--only is {arguments.only!r}; no cell has all of these words")
@@ -313,7 +313,7 @@ def main() -> int:
             row, results = measure(cell, device, names, settings, reporter)
             wrong += [f"{cell.name}: {found.message}" for found in (results.failed if results else ())]
             rows[cell.name] = row | {"commit": here["commit"], "date": here["date"]}
-            ordered = [rows[known.name] for known in cells() if known.name in rows]
+            ordered = [rows[cell.name] for cell in cells() if cell.name in rows]
             body = {"format": FORMAT, "environment": here, "settings": asdict(settings), "rows": ordered}
             write_atomically(arguments.out, json.dumps({**body, "targets": judge(ordered)}, indent=1) + "\n")
             print(line(row), flush=True)

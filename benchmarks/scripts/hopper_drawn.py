@@ -125,27 +125,27 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device = device_or_exit()
-    known = compile_first(arguments.kernels, arguments.seed)
-    stop, done, passed_over, wrong, number = time.monotonic() + arguments.seconds, 0, 0, [], arguments.seed
+    sources = compile_first(arguments.kernels, arguments.seed)
+    stop, problems, passed_over, wrong, number = time.monotonic() + arguments.seconds, 0, 0, [], arguments.seed
     cpu = torch.device("cpu")
     with torch.no_grad():
         while time.monotonic() < stop:
             case, pick = draw(number)
-            if config_of(build(case, cpu)[0], pick).source() in known:
+            if config_of(build(case, cpu)[0], pick).source() in sources:
                 fault = check(case, pick, number, device)
-                done += 1
+                problems += 1
                 if fault is not None:
                     wrong.append(fault)
                     print(fault, flush=True)
             else:
                 passed_over += 1
             number += 1
-    print(f"{done} problems with {len(known)} kernels, {len(wrong)} wrong; {passed_over} draws passed over")
+    print(f"{problems} problems with {len(sources)} kernels, {len(wrong)} wrong; {passed_over} draws passed over")
     if arguments.out:
-        body = {"format": "flashlane-hopper-draws/1", "environment": environment(device), "problems": done}
-        body |= {"kernels": len(known), "wrong": wrong, "seeds": [arguments.seed, number]}
+        body = {"format": "flashlane-hopper-draws/1", "environment": environment(device), "problems": problems}
+        body |= {"kernels": len(sources), "wrong": wrong, "seeds": [arguments.seed, number]}
         write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
-    return 1 if wrong or not done else 0
+    return 1 if wrong or not problems else 0
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterato
     q, k, v = inputs.q, inputs.k, inputs.v
     asked = (None, True, "bottom-right", [-1, -1], 0.0, 0.0, False, False, kernel)
     operands = schema.operands(inputs, CallOptions(causal=True), False, kernel)
-    given = asked if kernel else asked[:2]  # a compiled graph leaves off the last ones that have their defaults
+    passed = asked if kernel else asked[:2]  # a compiled graph leaves off the last ones that have their defaults
     operator = torch.ops.flashlane.forward.default
     alternating = itertools.cycle([[t.clone() for t in (q, k, v)] for _ in range(SETS)])
 
@@ -111,7 +111,7 @@ def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterato
         return operator(q, k, v, causal=True, tag=kernel) if kernel else operator(q, k, v, causal=True)
 
     def in_graph() -> object:
-        return operator(q, k, v, *given)
+        return operator(q, k, v, *passed)
 
     def recorded() -> object:
         return flashlane.flash_attn_func(grad.q, grad.k, grad.v, causal=True, kernel=kernel)

@@ -85,32 +85,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--on-cpu", action="store_true", help="a tiny model on a CPU, to see that its tokens are right")
     parser.add_argument("--modes", default=",".join(MODES), help="one after another; default: %(default)s")
     parser.add_argument("--out", type=Path, help="folder of nano_vllm.json")
-    known = parser.parse_args(arguments)
-    if not (known.repository / "nanovllm").is_dir():
-        parser.error(f"repository is {known.repository}, which has no folder nanovllm; download nano-vllm")
-    if not known.on_cpu and not torch.cuda.is_available():
+    options = parser.parse_args(arguments)
+    if not (options.repository / "nanovllm").is_dir():
+        parser.error(f"repository is {options.repository}, which has no folder nanovllm; download nano-vllm")
+    if not options.on_cpu and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; nano-vllm serves on CUDA only (--on-cpu checks its tokens without)")
-    modes = tuple(known.modes.split(","))
+    modes = tuple(options.modes.split(","))
     if unknown := set(modes) - set(MODES):
         parser.error(f"--modes has {', '.join(sorted(unknown))}; it may hold {', '.join(MODES)}")
     flash_attn.install("flash_attn", replace=True)
     torch.compiler.set_stance("force_eager")
     said("a model of random weights is made")
-    sys.path.insert(0, str(known.repository))
-    if known.on_cpu:
+    sys.path.insert(0, str(options.repository))
+    if options.on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: nano-vllm has a kernel of its own
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(Path(folder), layers=2, hidden=64, heads=4)
             answer_for_cuda()  # not sooner: transformers would not build the model as it should
             return check_on_cpu(folder, model)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder), known.layers)
+        model = make_model(Path(folder), options.layers)
         said("the model is written")
         rows: list[dict[str, Any]] = []
         for mode in modes:
-            rows.append(serve(folder, model, known.requests, known.seqs, mode))
-            if known.out:
-                write(known.out, known.layers, rows)
+            rows.append(serve(folder, model, options.requests, options.seqs, mode))
+            if options.out:
+                write(options.out, options.layers, rows)
         return int(not all(row["ok"] for row in rows))
 
 

@@ -284,7 +284,7 @@ def heated(
     A GPU at its power limit runs what follows an idle or a memory-bound call some percent faster than what follows
     products of matrices. So each call comes after so many milliseconds of ``heat``.
     """
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(7)
 
     def timed(call: Callable[[], object], count: int) -> float:
@@ -301,8 +301,8 @@ def heated(
         for name in order.sample(sorted(calls), len(calls)):
             for _ in range(max(1, round(heat_ms / once[""]))):
                 heat()
-            found[name].append(timed(calls[name], max(2, round(15.0 / once[name]))))
-    return {name: statistics.median(each) for name, each in found.items()}
+            samples[name].append(timed(calls[name], max(2, round(15.0 / once[name]))))
+    return {name: statistics.median(each) for name, each in samples.items()}
 
 
 def with_section(calls: RankCalls, section: int, device: torch.device) -> Callable[[], object]:
@@ -328,8 +328,8 @@ def measured(name: str, device: torch.device) -> dict[str, Any]:
     """Milliseconds of a rank's backward with the sums of dK and dV over its launches, and its share of the ideal."""
     ranks = PROBLEMS[name][1]
     (one, *others) = divisions(name)
-    whole = RankCalls(blocks_of(*one[:2]), one[2], device)
-    timed: dict[str, Callable[[], object]] = {"whole problem": whole.backward}
+    single_rank = RankCalls(blocks_of(*one[:2]), one[2], device)
+    timed: dict[str, Callable[[], object]] = {"whole problem": single_rank.backward}
     for division, rank, bounds in others:
         what = f"rank {rank}" if bounds == ALL else f"rank {rank}, groups of heads"
         blocks = blocks_of(division, rank)
@@ -341,7 +341,7 @@ def measured(name: str, device: torch.device) -> dict[str, Any]:
             timed[f"{what}: f32, one launch"] = lambda c=wide, r=ranged: c.sums(r())
             for section in (2, 4, 8) if bounds == ALL else ():
                 timed[f"{what}: f32, one launch, {section} heads a section"] = with_section(wide, section, device)
-    ms = heated(timed, whole.backward)
+    ms = heated(timed, single_rank.backward)
     ideal = ms["whole problem"] / ranks
     return {"ms": {key: round(value, 4) for key, value in ms.items()},
             "share of the ideal": {key: round(ideal / value, 4) for key, value in ms.items()}}  # fmt: skip
@@ -350,18 +350,18 @@ def measured(name: str, device: torch.device) -> dict[str, Any]:
 def main() -> None:
     parser = options(__doc__, "rank_backward", 30.0)
     parser.add_argument("--only-times", action="store_true", help="no checks")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     device = device_or_exit()
-    faulthandler.dump_traceback_later(given.seconds + 15, exit=True)
+    faulthandler.dump_traceback_later(arguments.seconds + 15, exit=True)
     parts = [("kernels", compile_ahead)]
     parts += [(name, lambda call=call: checked(*call, device)) for name, *call in CHECKED]
     for kind in (Kind(8, 2), Kind(32, 16), Kind(4, 1, deterministic=True), Kind(4, 2, 64, deterministic=True)):
         what = f"as one GPU: {kind}"
         parts.append((what, lambda kind=kind: as_one_gpu(kind, 1920, 3777, device)))
-    if given.only_times:
+    if arguments.only_times:
         parts = parts[:1]
     parts += [(name, lambda name=name: measured(name, device)) for name in PROBLEMS]
-    run_parts(parts, given.seconds, given.out / "rank_backward.json")
+    run_parts(parts, arguments.seconds, arguments.out / "rank_backward.json")
 
 
 if __name__ == "__main__":

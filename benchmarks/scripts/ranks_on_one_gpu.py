@@ -367,21 +367,21 @@ def _process(rank: int, size: int, folder: str, count: int) -> None:
     )
     problem, chance = Problem(size, SHARED_TOKENS), random.Random(rank)
     with mock.patch.object(peer_memory, "GpuMemory", MemoryByIpc), mock.patch.object(functional, "POLLED", True):
-        found, first, other = None, None, 0
+        outputs, first, other = None, None, 0
         for _ in range(count):
             q, k, v, do = problem.of_rank(rank)
             time.sleep(chance.random() * 2e-3)
             out = functional.context_parallel_attn_func(q, k, v, causal=True, seqlen=SHARED_TOKENS, transport="copies")
             if first is None:
                 out.backward(do)
-                first, found = out.detach(), {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
+                first, outputs = out.detach(), {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
             else:
                 other += not torch.equal(first, out)
     torch.cuda.synchronize()
     whole = problem.expected()
     rows = problem.rows[rank]
     errors = {
-        name: float((found[name].float() - right[:, rows].float()).norm() / right[:, rows].float().norm())
+        name: float((outputs[name].float() - right[:, rows].float()).norm() / right[:, rows].float().norm())
         for name, right in whole.items()
     }
     Path(folder, f"rank{rank}.json").write_text(json.dumps({"errors": errors, "other_bits": other}))

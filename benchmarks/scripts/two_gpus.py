@@ -73,24 +73,24 @@ def commands(out: Path, rehearse: bool, ranks: int) -> dict[str, list[list[str]]
     """The processes of each part, which run at once."""
     one = [sys.executable, str(HERE / "context_parallel.py"), "--ranks", str(ranks)]
     one += ["--backend", "gloo", "--repeats", "6"] if rehearse else ["--repeats", str(REPEATS)]
-    found = {}
+    by_part = {}
     for part, done in DONE.items():
         command = [*one, "--do", done, "--seconds", str(limit_of(part, rehearse) - 40), "--out", str(out / part)]
-        found[part] = [[*command, *(["--switches", ",".join(SWITCHES)] if part == "switched" else [])]]
+        by_part[part] = [[*command, *(["--switches", ",".join(SWITCHES)] if part == "switched" else [])]]
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     # In a rehearsal rank 1 is a process like the others: what is tried is that the ranks meet and check.
     under = [] if rehearse else [sanitizer, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
     meeting = out / "meeting"
-    found["sanitizer"] = [
+    by_part["sanitizer"] = [
         [*(under if rank == 1 else []), *one, "--rank", str(rank), "--folder", str(meeting), "--out",
          str(out / f"sanitizer-{rank}")]
         for rank in range(ranks)
     ]  # fmt: skip
     cli = [sys.executable, "-m", "flashlane"]
     small = ["--device", "cpu", "--tokens", "32", "--iters", "1"] if rehearse else []
-    found["bench"] = [[*cli, "bench", "--ranks", str(ranks), *small, "--out", str(out / "bench")]]
-    found["step"] = [[*cli, "e2e", "--ranks", str(ranks), *small, "--out", str(out / "step")]]
-    return found
+    by_part["bench"] = [[*cli, "bench", "--ranks", str(ranks), *small, "--out", str(out / "bench")]]
+    by_part["step"] = [[*cli, "e2e", "--ranks", str(ranks), *small, "--out", str(out / "step")]]
+    return by_part
 
 
 def run(name: str, processes: list[list[str]], out: Path, limit: float) -> dict[str, Any]:
@@ -178,8 +178,8 @@ def main() -> None:
     shutil.rmtree(out / "meeting", ignore_errors=True)
     (out / "meeting").mkdir(parents=True)
     file = out / "two_gpus.json"
-    kept = earlier(file, options.rehearse, options.ranks)
-    ended = {name: part for name, part in kept.items() if name not in wanted or not options.again}
+    earlier_parts = earlier(file, options.rehearse, options.ranks)
+    ended = {name: part for name, part in earlier_parts.items() if name not in wanted or not options.again}
     for name in wanted:
         if name in ended:
             print(f"{name} ended well in an earlier run", flush=True)

@@ -67,21 +67,21 @@ def test_packed_forms_are_the_plain_one(packed: str) -> None:
     }
     batched_tail = tail | {"attn_bias": torch.randn(2, 4, 6, 6)}
     cu = lengths(5, 0, 9)
-    whole = torch.randn(14, 3, 4, 16, requires_grad=True)
-    q, k, v = whole.unbind(1)
+    qkv = torch.randn(14, 3, 4, 16, requires_grad=True)
+    q, k, v = qkv.unbind(1)
     want = flash_attn_varlen_func(q, k, v, cu, cu, 9, 9, **tail)
-    wanted = torch.autograd.grad(want[0].sum(), whole)
-    batched = whole[:12].unflatten(0, (2, 6))
+    expected_grads = torch.autograd.grad(want[0].sum(), qkv)
+    batched = qkv[:12].unflatten(0, (2, 6))
     want_batched = flash_attn_func(*batched.unbind(2), **batched_tail)
     if packed == "qkv":
-        got = flash_attn_varlen_qkvpacked_func(whole, cu, 9, **tail)
+        got = flash_attn_varlen_qkvpacked_func(qkv, cu, 9, **tail)
         got_batched = flash_attn_qkvpacked_func(batched, **batched_tail)
     else:
-        got = flash_attn_varlen_kvpacked_func(q, whole[:, 1:], cu, cu, 9, 9, **tail)
+        got = flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], cu, cu, 9, 9, **tail)
         got_batched = flash_attn_kvpacked_func(batched[:, :, 0], batched[:, :, 1:], **batched_tail)
     for mine, right in zip((*got, *got_batched), (*want, *want_batched), strict=True):
         assert torch.equal(mine, right)
-    assert torch.equal(torch.autograd.grad(got[0].sum(), whole)[0], wanted[0])
+    assert torch.equal(torch.autograd.grad(got[0].sum(), qkv)[0], expected_grads[0])
 
 
 @pytest.mark.parametrize(

@@ -211,9 +211,9 @@ class Recorder(Kernel):
 def test_the_kernel_hears_of_the_parts(step: Step | None, compiled: bool) -> None:
     """At every call, whatever was asked before."""
     torch._dynamo.reset()
-    given = (step or Step(seqlen_new=0)).arguments(torch.float32, "cpu")
+    arguments = (step or Step(seqlen_new=0)).arguments(torch.float32, "cpu")
     if step is None:
-        del given["cache_seqlens"]
+        del arguments["cache_seqlens"]
     call = flash_attn_with_kvcache
     if compiled:
         call = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -221,7 +221,7 @@ def test_the_kernel_hears_of_the_parts(step: Step | None, compiled: bool) -> Non
     asked = (0, 1, 0, 5, 1, 1, 0)
     with registry.table_of(recorder):
         for num_splits in asked:
-            fresh = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+            fresh = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
             call(**fresh, **({"num_splits": num_splits} if num_splits else {}))
     assert [problem.num_splits for problem in recorder.problems] == list(asked)
     assert recorder.problems[1].describe() == recorder.problems[0].describe() + " num_splits 1"
@@ -534,25 +534,25 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
 def test_a_step_in_a_graph_follows_the_lengths() -> None:
     """Captured once, replayed at every length: nothing waits for the GPU and nothing is remembered of the lengths."""
     step = Step(seqlen_q=1, seqlen_new=1, rotary=16, causal=True, page_size=16, capacity=64, head_dims=(64, 64))
-    given = step.arguments(torch.float16, "cuda")
-    given["cache_seqlens"].fill_(3)
-    flash_attn_with_kvcache(**given)
+    arguments = step.arguments(torch.float16, "cuda")
+    arguments["cache_seqlens"].fill_(3)
+    flash_attn_with_kvcache(**arguments)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.graph(graph):
-            out = flash_attn_with_kvcache(**given)
-            given["cache_seqlens"] += 1
+            out = flash_attn_with_kvcache(**arguments)
+            arguments["cache_seqlens"] += 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for length in (0, 5, 60):
-        given["cache_seqlens"].fill_(length)
+        arguments["cache_seqlens"].fill_(length)
         for name in ("q", "k", "v"):
-            given[name].normal_()
-        want_out, _, _, want_v = retold(given)
+            arguments[name].normal_()
+        want_out, _, _, want_v = retold(arguments)
         graph.replay()
         torch.cuda.synchronize()
         torch.testing.assert_close(out.double().cpu(), want_out, rtol=6e-3, atol=6e-3)
-        assert torch.equal(given["v_cache"].double().cpu(), want_v)
-        assert given["cache_seqlens"].tolist() == [length + 1] * 2
+        assert torch.equal(arguments["v_cache"].double().cpu(), want_v)
+        assert arguments["cache_seqlens"].tolist() == [length + 1] * 2

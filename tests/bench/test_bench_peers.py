@@ -44,11 +44,11 @@ def packed(lengths: tuple[int, ...] = (5, 0, 33, 17), spare: int = 2, device: st
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """FlashAttention-2, -3 and -4 as modules that note what they are called with."""
-    seen: list[tuple[str, dict[str, Any]]] = []
+    calls: list[tuple[str, dict[str, Any]]] = []
 
     def function(name: str) -> Any:
         def called(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, None]:
-            seen.append((name, keywords))
+            calls.append((name, keywords))
             return q, None
 
         return called
@@ -58,7 +58,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]
         for name in ("flash_attn_func", "flash_attn_varlen_func"):
             setattr(module, name, function(name))
         monkeypatch.setitem(sys.modules, path, module)
-    return seen
+    return calls
 
 
 @pytest.mark.parametrize("tag", ["(flash-attn-2)", "(flash-attn-3)", "(flash-attn-4)"])
@@ -191,26 +191,26 @@ def test_the_flash_operator_has_the_arguments_and_a_gradient(
     where = {name: getattr(inputs, name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     where = {name: None if t is None else t.to("meta") for name, t in where.items()}
     leaves = [t.to("meta").requires_grad_() for t in (inputs.q, inputs.k, v)]
-    there = replace(inputs, **dict(zip("qkv", leaves, strict=True)), **where)
-    seen = []
+    with_leaves = replace(inputs, **dict(zip("qkv", leaves, strict=True)), **where)
+    calls = []
     operator = torch.ops.aten._flash_attention_forward
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
-        seen.append((arguments, keywords))
+        calls.append((arguments, keywords))
         return operator(*arguments, **keywords)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", noted)
     problem = replace(problem.on(GPU), head_dim_v=16)
     assert PEER["(flash)"].supports(problem) is None
-    out = PEER["(flash)"].prepare(problem, there)()
+    out = PEER["(flash)"].prepare(problem, with_leaves)()
     assert out.shape == inputs.q.shape
     grads = torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert [g.shape for g in grads] == [t.shape for t in leaves]
-    ((arguments, keywords),) = seen
+    ((arguments, keywords),) = calls
     left, right = problem.window_left, problem.window_right
     asked_for = arguments[8], keywords.get("window_size_left", -1), keywords.get("window_size_right", -1)
     assert asked_for == (False, left, right) and keywords["scale"] == problem.scale
-    assert arguments[3:7] == (there.cu_seqlens_q, there.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
+    assert arguments[3:7] == (with_leaves.cu_seqlens_q, with_leaves.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
 
 
 def test_a_causal_mask_of_packed_sequences_is_the_operators_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,18 +237,18 @@ def test_packed_problems_need_the_length_of_each_sequence():
 
 def test_the_public_function_is_timed(add):
     """What is timed allocates its own output: the shared buffers of the check stay as they were."""
-    seen = []
+    addresses = []
 
     class Watching(fakes.FakeKernel):
         def forward(self, problem, inputs, out, lse):
-            seen.append(out.data_ptr())
+            addresses.append(out.data_ptr())
             super().forward(problem, inputs, out, lse)
 
     add(Watching("watching"))
     results = run(tags=("watching",), memory=False)
     assert results.rows[0].status == "ok" and results.settings["calls"].startswith("the public function")
     assert results.settings["protocol"] == "flushed" and list(results.rows[0].timings) == ["flushed"]
-    assert seen[0] not in seen[1:]
+    assert addresses[0] not in addresses[1:]
 
 
 @pytest.mark.gpu

@@ -63,13 +63,13 @@ def llama(**changes: object):
 
 def own_outputs(model, ids, suffix: str = "", implementation: str = "eager") -> list[torch.Tensor]:
     """The attention output (b, s, h·d) of every layer, from the model run without us."""
-    seen = []
+    tensors = []
     hooks = []
     for name, module in model.named_modules():
         if name.endswith("o_proj"):  # what goes into the output projection is attention's output
-            hooks.append(module.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone())))
+            hooks.append(module.register_forward_pre_hook(lambda _, args: tensors.append(args[0].clone())))
         elif suffix and name.endswith(suffix):
-            hooks.append(module.register_forward_hook(lambda _, __, result: seen.append(result[0].clone())))
+            hooks.append(module.register_forward_hook(lambda _, __, result: tensors.append(result[0].clone())))
     before = model.config._attn_implementation
     model.set_attn_implementation(implementation)
     with torch.inference_mode():
@@ -77,7 +77,7 @@ def own_outputs(model, ids, suffix: str = "", implementation: str = "eager") -> 
     model.set_attn_implementation(before)
     for hook in hooks:
         hook.remove()
-    return seen
+    return tensors
 
 
 def reproduced(call) -> torch.Tensor:
@@ -311,11 +311,11 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path, monkeypatch):
     """One request and one line, where the library would try six times for half a minute."""
     import huggingface_hub.utils
 
-    asked = []
+    addresses = []
 
     class Session:
         def head(self, address, timeout):
-            asked.append(address)
+            addresses.append(address)
             raise OSError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub.utils, "get_session", Session)
@@ -326,4 +326,4 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path, monkeypatch):
         "in the cache of earlier downloads",
         str(done.exception),
     )
-    assert len(asked) == 1 and not list(tmp_path.iterdir())
+    assert len(addresses) == 1 and not list(tmp_path.iterdir())

@@ -86,8 +86,8 @@ def test_peers_that_raise_hang_or_crash_have_rows_that_say_so(invoke, tmp_path):
     words = (
         "compare --device cpu --N 32 --D 16 --H 2 --quick --timeout 10 --baselines unfused --kernels reference,tiled"
     )
-    done = invoke(*words.split(), "--peers-from", "peers.py")
-    assert done.exit_code == 0, done.output + done.stderr
+    result = invoke(*words.split(), "--peers-from", "peers.py")
+    assert result.exit_code == 0, result.output + result.stderr
     (report,) = (tmp_path / "results").glob("compare-*.json")
     rows = {r["tag"]: (r["status"], r["message"]) for r in json.loads(report.read_text())["rows"]}
     assert rows["(raising)"] == ("error", "RuntimeError: no such kernel")
@@ -96,9 +96,9 @@ def test_peers_that_raise_hang_or_crash_have_rows_that_say_so(invoke, tmp_path):
     fine = {tag for tag, (status, _) in rows.items() if status == "ok"}
     assert fine >= {"reference", "tiled", "(unfused)", "(noisy)"}
     for text in ("fastest: ", "lowest memory: ", "error (hanging): unresponsive"):
-        assert text in done.stdout
+        assert text in result.stdout
     assert "fastest: " in report.with_suffix(".md").read_text() and report.with_suffix(".csv").exists()
-    assert done.stderr.count("[1/1]") == 1 and "[2/1]" not in done.stderr
+    assert result.stderr.count("[1/1]") == 1 and "[2/1]" not in result.stderr
 
 
 class FakeWorker:

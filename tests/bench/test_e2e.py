@@ -56,17 +56,17 @@ def test_the_attentions_of_a_model_agree_and_are_timed(name: str, monkeypatch: p
 def test_wan_is_blocks_and_a_rest() -> None:
     """A block on what the model gives it, and the rest, are the model: nothing is left out or counted twice."""
     diffusers = pytest.importorskip("diffusers")
-    made = []
+    models = []
     init = diffusers.WanTransformer3DModel.__init__
 
     def noted(self: object, *args: object, **named: object) -> None:
         init(self, *args, **named)
-        made.append(self)
+        models.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(diffusers.WanTransformer3DModel, "__init__", noted)
         built = e2e.WORKLOADS["wan"].build(Setup(CPU, small=True))
-    model = made[0]
+    model = models[0]
     calls = []
     model.blocks[0].register_forward_hook(lambda module, args, out: calls.append(out))
     assert built.rest().shape == (1, 16, 1, 8, 8) and not calls

@@ -51,7 +51,7 @@ def outside(figure) -> list[str]:
     from matplotlib.text import Text
 
     FigureCanvasAgg(figure).draw()
-    found = []
+    texts = []
     for text in figure.findobj(Text):
         hidden = text.axes is not None and not text.axes.get_visible()
         if (
@@ -63,8 +63,8 @@ def outside(figure) -> list[str]:
             continue
         box = text.get_window_extent()
         inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1
-        found += [] if inside else [text.get_text()]
-    return found
+        texts += [] if inside else [text.get_text()]
+    return texts
 
 
 @pytest.mark.parametrize("kind", ["throughput", "memory", "speedup", "heatmap"])

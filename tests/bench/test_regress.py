@@ -158,8 +158,8 @@ def test_a_slower_peer_is_shown_and_does_not_fail(files):
 
 
 def test_status_table_and_files_of_a_loss(files, tmp_path):
-    slow, fast, gone = CELLS[4], CELLS[7], CELLS[1]
-    a, b = files("a.json"), files("b.json", {slow: 0.3, fast: -0.3}, drop=[gone])
+    slow, fast, dropped = CELLS[4], CELLS[7], CELLS[1]
+    a, b = files("a.json"), files("b.json", {slow: 0.3, fast: -0.3}, drop=[dropped])
     done = invoke(a, b, "--json", tmp_path / "o.json", "--junit", tmp_path / "o.xml", "--github")
     assert done.exit_code == 1
     assert "1 slower, 1 faster" in done.output and "1 missing" in done.output
@@ -168,7 +168,7 @@ def test_status_table_and_files_of_a_loss(files, tmp_path):
     assert slow[0] in loss and slow[1] in loss
     [error] = [line for line in lines if line.startswith("::error")]
     assert slow[0] in error and "%25" in error and "% " not in error
-    assert [gone[0] in line for line in lines if line.startswith("::warning")].count(True) == 1
+    assert [dropped[0] in line for line in lines if line.startswith("::warning")].count(True) == 1
 
     body = json.loads((tmp_path / "o.json").read_text())
     assert body["format"] == r.REPORT_FORMAT and body["failed"] == 1 and len(body["cells"]) == len(CELLS) + 1

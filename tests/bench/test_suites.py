@@ -144,17 +144,17 @@ def test_counting_what_is_saved_keeps_nothing() -> None:
 
 
 def test_out_of_memory_holds_no_tensor() -> None:
-    kept = []
+    references = []
 
     def fail() -> None:
         large = torch.empty(7)
-        kept.append(weakref.ref(large))
+        references.append(weakref.ref(large))
         out_of_memory()
 
     with pytest.raises(suites.OutOfMemory) as error:
         guarded(fail, CPU)
     gc.collect()
-    assert kept[0]() is None and error.value.__context__ is None
+    assert references[0]() is None and error.value.__context__ is None
     with pytest.raises(RuntimeError, match="other") as other:
         guarded(lambda: (_ for _ in ()).throw(RuntimeError("another other")), CPU)
     assert not isinstance(other.value, suites.OutOfMemory)
@@ -164,12 +164,12 @@ def test_out_of_memory_holds_no_tensor() -> None:
 
 
 def test_files_say_the_same_and_are_rewritten_after_each_row(tmp_path: Path) -> None:
-    seen: list[int] = []
+    row_counts: list[int] = []
 
     def keep(results: SuiteResults) -> None:
         json_path, csv_path, md_path = results.write(tmp_path, "x")
         body = json.loads(json_path.read_text())
-        seen.append(len(body["rows"]))
+        row_counts.append(len(body["rows"]))
         assert body["format"] == "flashlane-suite/1" and body["environment"]["torch"] == torch.__version__
         lines = list(csv.reader(csv_path.open()))
         assert lines[0] == [column["title"] for column in body["columns"]]
@@ -179,7 +179,7 @@ def test_files_say_the_same_and_are_rewritten_after_each_row(tmp_path: Path) -> 
         assert ("stopped before" in md_path.read_text()) is (len(body["rows"]) < 2)
 
     run_suite(attention_suite(), CPU, keep=keep)
-    assert seen == [1, 2, 2]
+    assert row_counts == [1, 2, 2]
 
 
 def test_ctrl_c_keeps_the_rows_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_a_model_with_wrong_or_hungry_attention(tiny: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["attention", "flash"])
 def test_command(name: str, invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite_attention, "CPU_SETTINGS", SHORT)
-    done = invoke(
+    result = invoke(
         "bench",
         "suite",
         name,
@@ -283,12 +283,12 @@ def test_command(name: str, invoke: Any, tmp_path: Path, monkeypatch: pytest.Mon
         "--out",
         tmp_path,
     )
-    assert done.exit_code == 0, done.output
+    assert result.exit_code == 0, result.output
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".md"}
     (path,) = tmp_path.glob(f"suite-{name}-*.json")
     body = json.loads(path.read_text())
     assert {row["seqlen"] for row in body["rows"]} == {32, 64} and body["complete"]
-    assert "speedup_fwd" in done.output and f"{name} N32 D16 f32" in done.output
+    assert "speedup_fwd" in result.output and f"{name} N32 D16 f32" in result.output
 
 
 def test_command_of_models(invoke: Any, tmp_path: Path, tiny: str) -> None:

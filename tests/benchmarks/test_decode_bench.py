@@ -122,7 +122,7 @@ def test_odd_inputs_hold_keys_only_where_they_say(
         out, lse = reference_attention(problem, inputs, torch.float32)
         assert not out.isnan().any() and bool(inputs.k.isnan().any() or not page_size)
         for factor in (1.0, 1.5):
-            given = out.bfloat16() * factor
+            scaled = out.bfloat16() * factor
 
             class Kernel:
                 @staticmethod
@@ -135,7 +135,7 @@ def test_odd_inputs_hold_keys_only_where_they_say(
                     splits: None,
                     debug: bool,
                 ) -> None:
-                    into.copy_(given)  # noqa: B023
+                    into.copy_(scaled)  # noqa: B023
                     lse_into.copy_(lse)  # noqa: B023
 
             monkeypatch.setattr(candidates, "KERNEL", Kernel)

@@ -55,9 +55,9 @@ def test_it_times_every_kind_in_both_directions_beside_a_peer(
 ) -> None:
     options = ("--kind", "dense,packed,window,decode", "--direction", "forward,backward", "--count", "2")
     assert run(script, monkeypatch, tmp_path, *options) == 0
-    found = bodies(tmp_path)
-    assert len(found) == 7 and "drawn_backward_decode_1000" not in found
-    body = found["drawn_backward_dense_1000"]
+    by_name = bodies(tmp_path)
+    assert len(by_name) == 7 and "drawn_backward_decode_1000" not in by_name
+    body = by_name["drawn_backward_dense_1000"]
     assert body["role"] == "fitting" and body["begun"] is None and body["protocols"] == ["steady", "flushed"]
     assert [row["number"] for row in body["rows"]] == [0, 1]
     for row in body["rows"]:
@@ -65,7 +65,7 @@ def test_it_times_every_kind_in_both_directions_beside_a_peer(
         assert row["ok"] and set(row["ms"]["flashlane"]) == {"steady", "flushed"}
         flop = 2.5 * sum(map(case.flop, case.lengths))
         assert row["tflops"]["flashlane"]["steady"] == pytest.approx(flop / row["ms"]["flashlane"]["steady"] / 1e9)
-    timed = [row for body in found.values() for row in body["rows"] if row["ratio"]]
+    timed = [row for body in by_name.values() for row in body["rows"] if row["ratio"]]
     for row in timed:
         for way, ratio in row["ratio"].items():
             assert ratio == pytest.approx(row["ms"]["fa2"][way] / row["ms"]["flashlane"][way])

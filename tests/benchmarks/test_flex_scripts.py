@@ -187,13 +187,13 @@ def test_what_f32_makes_of_a_drawn_function_is_no_failure(
     masks_script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seed 2418 divides by a difference that is nearly 0, and takes a sine of it: torch in f32 is as wrong."""
-    found = []
+    errors = []
 
     def kernels(*given):
         scores = given[0][-1]
         score, mask = (masks_script.draw(2418, kind, "cpu", torch.float32) for kind in ("score_mod", "mask_mod"))
         values, slope, visible = masks_script._in_f32(2418, score, mask, scores)
-        return [(values + found[-1], slope, visible)]
+        return [(values + errors[-1], slope, visible)]
 
     drawn = masks_script.draw
     monkeypatch.setattr(masks_script, "draw", lambda seed, kind, device, dtype: drawn(seed, kind, "cpu", dtype))
@@ -201,6 +201,6 @@ def test_what_f32_makes_of_a_drawn_function_is_no_failure(
     monkeypatch.setattr(torch.Tensor, "cuda", lambda t: t)
     monkeypatch.setattr(masks_script.program_kernel, "on_gpu", kernels)
     for wrong, failures in ((0.0, 0), (0.1, 1)):
-        found.append(wrong)
+        errors.append(wrong)
         result = masks_script._check_some([2418], float("inf"))
         assert (len(result["failures"]), result["ill_conditioned"]) == (failures, [] if failures else [2418])

@@ -74,24 +74,24 @@ def test_every_bar_of_the_issue_has_its_cells(script: ModuleType) -> None:
     cells = list(script.cells())
     assert len({cell.name for cell in cells}) == len(cells)
     assert {cell.direction for cell in cells} == {"backward", "both"}
-    found = {name: [c for c in cells if c.group == name and c.direction == "backward"] for name in script.GROUPS}
+    by_group = {name: [c for c in cells if c.group == name and c.direction == "backward"] for name in script.GROUPS}
 
     def ask(group: str) -> set[tuple[int, bool, int]]:
-        return {(c.shape.head_dim, c.shape.causal, c.shape.seqlen_k) for c in found[group]}
+        return {(c.shape.head_dim, c.shape.causal, c.shape.seqlen_k) for c in by_group[group]}
 
     masks, lengths = (False, True), (1024, 2048, 4096, 8192, 16384)
     assert ask("grid") == {(d, m, n) for d in (64, 128) for m in masks for n in lengths}
     assert ask("d256") == {(256, m, n) for m in masks for n in lengths}
     assert {(d, m) for d, m, _ in ask("dims")} == {(d, m) for d in (96, 160, 192) for m in masks}
     assert {(d, m) for d, m, _ in ask("deterministic")} == {(d, m) for d in (64, 96, 128, 160, 192, 256) for m in masks}
-    for cell in found["grid"] + found["d256"]:
+    for cell in by_group["grid"] + by_group["d256"]:
         assert cell.shape.batch * cell.shape.seqlen_q == 16384 and cell.shape.heads * cell.shape.head_dim == 2048
-    for cell in found["gqa"] + found["varlen"]:
+    for cell in by_group["gqa"] + by_group["varlen"]:
         assert (cell.shape.heads, cell.shape.kv_heads, cell.shape.causal) == (32, 8, True)
-    (mix,) = found["varlen"]
+    (mix,) = by_group["varlen"]
     assert max(mix.shape.lengths) == mix.shape.seqlen_q <= 16384 and 700 < sum(mix.shape.lengths) / 32 < 1400
     assert all(cell.peers == (("fa4",) if cell.deterministic else tuple(script.PEER_TAGS)) for cell in cells)
-    fast = [c for c in found["d256"] if c.name.startswith(script.FAST_CELL)]
+    fast = [c for c in by_group["d256"] if c.name.startswith(script.FAST_CELL)]
     assert len(fast) == 1
     targets = {name: (group.asked, group.mean) for name, group in script.GROUPS.items()}
     assert targets["grid"] == (1.0, 1.05) and targets["d256"][0] == 1.35 and targets["dims"][0] == 1.10
@@ -300,24 +300,24 @@ def test_what_the_tools_say_in_several_processes_is_one_verdict(
     with monkeypatch.context() as late:
         late.setenv(sanitize.UNTIL, "1.0")
         assert list(sanitize.shared("ab", (0, 1))) == [] and "left out a\nleft out b\n" in capsys.readouterr().out
-    asked: list[tuple[str, tuple[int, int]]] = []
+    shares: list[tuple[str, tuple[int, int]]] = []
     errors = {"racecheck": 0}
 
     def of(tool: str, script: list[str], share: tuple[int, int]) -> Any:
-        asked.append((tool, share))
+        shares.append((tool, share))
         number = errors.get(tool, 0) * share[0]
         said = f"ran {tool} {share[0]} D64 f16 ok\n========= {tool} SUMMARY: {number} errors\n"
         return sanitize.Run(said, "", number)
 
     monkeypatch.setattr(sanitize.Run, "of", of)
-    monkeypatch.setattr(sanitize, "run_all", lambda *asked: None)
+    monkeypatch.setattr(sanitize, "run_all", lambda *shares: None)
     monkeypatch.setattr(sanitize, "device_or_exit", lambda: CPU)
     monkeypatch.setattr(sanitize, "environment", lambda device: {})
     monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
     out = tmp_path / "found.json"
     monkeypatch.setattr("sys.argv", ["sanitize.py", "--jobs", "2", "--out", str(out)])
     assert sanitize.main() == 0
-    assert sorted(asked) == [(tool, (number, 2)) for tool in ("memcheck", "racecheck") for number in (0, 1)]
+    assert sorted(shares) == [(tool, (number, 2)) for tool in ("memcheck", "racecheck") for number in (0, 1)]
     found = json.loads(out.read_text())["memcheck"]
     assert found["kernels"] == ["memcheck 0 D64", "memcheck 1 D64"] and found["clean"] and len(found["summary"]) == 2
     errors["racecheck"] = 3

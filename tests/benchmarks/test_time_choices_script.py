@@ -38,7 +38,7 @@ def test_even_problems_have_every_form_at_every_head_dim_and_launches_of_every_s
 ) -> None:
     shapes = importlib.import_module("choice_shapes")
     kinds = {"mma_even": shapes.MMA_EVEN, "triton_forward_even": shapes.FORWARD_EVEN}.get(name, shapes.BACKWARD_EVEN)
-    found = families.FAMILIES[name].shapes(1000, 12 * len(kinds))
+    drawn = families.FAMILIES[name].shapes(1000, 12 * len(kinds))
 
     def form(shape) -> str:
         if shape.seqlen_q == shape.seqlen_k:
@@ -46,7 +46,7 @@ def test_even_problems_have_every_form_at_every_head_dim_and_launches_of_every_s
         return "few queries" if shape.seqlen_q < shape.seqlen_k else "few keys"
 
     for dtype, head_dim, most_flop in kinds:
-        mine = [shape for shape in found if (shape.dtype, shape.head_dim) == (dtype, head_dim)]
+        mine = [shape for shape in drawn if (shape.dtype, shape.head_dim) == (dtype, head_dim)]
         assert [sum(form(shape) == word for shape in mine) for word in ("square", "few queries", "few keys")] == [
             6,
             3,
@@ -57,7 +57,7 @@ def test_even_problems_have_every_form_at_every_head_dim_and_launches_of_every_s
             heads = shape.batch * shape.heads
             assert heads == 1 or 4 * head_dim * pairs * heads <= 1.6 * most_flop, shape.title
             assert not shape.causal or shape.seqlen_k >= shape.seqlen_q
-    tiles = sorted(shape.batch * shape.heads * -(-shape.seqlen_q // 128) for shape in found)
+    tiles = sorted(shape.batch * shape.heads * -(-shape.seqlen_q // 128) for shape in drawn)
     assert tiles[len(tiles) // 5] < 60 and tiles[-len(tiles) // 5] > 400, tiles
 
 
@@ -94,17 +94,17 @@ def test_what_a_row_has(
     families: ModuleType, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     script = importlib.import_module("time_choices")
-    made, ms = [None], {"chosen": 2.0, "faster": 1.6, "slow": 6.0, "wrong": 0.1, "refused": 0.1}
+    output, ms = [None], {"chosen": 2.0, "faster": 1.6, "slow": 6.0, "wrong": 0.1, "refused": 0.1}
 
     def call(words: str) -> str:
         if words == "refused":
             raise RuntimeError("out of resource: shared memory")
-        made[0] = torch.tensor([1.0, 2.0]) + (words == "wrong")
+        output[0] = torch.tensor([1.0, 2.0]) + (words == "wrong")
         return words
 
     def candidates(shape, device, checked):
         found = [families.Candidate(words, 0, lambda words=words: call(words), lambda: (2,)) for words in ms]
-        return found, lambda: made[0]
+        return found, lambda: output[0]
 
     shape = families.FAMILIES["mma"].shapes(1000, 1)[0]
     family = families.Family("choices_fake", lambda seed, count: [shape] * count, candidates, graphs=graphs)

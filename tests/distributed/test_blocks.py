@@ -15,7 +15,7 @@ Pairs = set[tuple[int, int]]
 
 def shown(blocks: tuple[Block, ...]) -> Pairs:
     """Rows and keys that see each other, by the rule of a kernel: aligned with the last query and key."""
-    found: Pairs = set()
+    pairs: Pairs = set()
     for block in blocks:
         rows, count = block.q_stop - block.q_first, block.k_stop - block.k_first
         for i in range(rows):
@@ -23,9 +23,9 @@ def shown(blocks: tuple[Block, ...]) -> Pairs:
                 diagonal = i + count - rows
                 if (block.left < 0 or diagonal - block.left <= j) and (block.right < 0 or j <= diagonal + block.right):
                     pair = block.q_first + i, block.k_first + j
-                    assert pair not in found, f"{pair} is in two blocks"
-                    found.add(pair)
-    return found
+                    assert pair not in pairs, f"{pair} is in two blocks"
+                    pairs.add(pair)
+    return pairs
 
 
 def visible_pairs(queries: tuple[Run, ...], keys: tuple[Run, ...], left: int, right: int) -> Pairs:

@@ -63,8 +63,8 @@ def packed(name: str) -> bool:
     cu = torch.tensor(documents, dtype=torch.int32)
     q, k, v = whole_tensors(documents[-1])
     layout = "contiguous" if name.startswith("llama3") else "zigzag"
-    own = cp.token_indices(cu_seqlens=cu, layout=layout, rank=rank, world_size=size)
-    shards = [t[own] for t in (q, k, v)]
+    indices = cp.token_indices(cu_seqlens=cu, layout=layout, rank=rank, world_size=size)
+    shards = [t[indices] for t in (q, k, v)]
     if name.startswith("llama3"):
         *lengths, keys = cp.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, size)
         out = cp.llama3_flash_attn_varlen_func(*shards, *lengths, 1, keys, causal=True)
@@ -76,7 +76,7 @@ def packed(name: str) -> bool:
         out = cp.zigzag_ring_flash_attn_varlen_func(*shards, cu // size, 6, causal=True)
     longest = int(cu.diff().max())
     right = flashlane.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True)
-    torch.testing.assert_close(out, right[own], **CLOSE)
+    torch.testing.assert_close(out, right[indices], **CLOSE)
     return True
 
 

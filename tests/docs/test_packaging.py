@@ -172,18 +172,18 @@ def test_half_made_or_stale_environment_is_made_anew(setup, tmp_path, monkeypatc
         (venv / "bin" / "python").symlink_to(tmp_path / "no-such-python")
     else:
         (venv / "bin" / "python").unlink()
-    made = []
+    environments = []
     run = subprocess.run
 
     def instead(command, **options):
         if "venv" in command:
-            made.append(fake_venv(venv))
+            environments.append(fake_venv(venv))
             return subprocess.CompletedProcess(command, 0)
         return run(command, **options)
 
     monkeypatch.setattr(setup.subprocess, "run", instead)
     setup.main([str(venv)])
-    assert made and not left_over.exists()
+    assert environments and not left_over.exists()
     assert setup.is_ready(venv, set())
 
 

@@ -191,9 +191,9 @@ def test_wrong_arguments_are_named(message: str) -> None:
 def test_torchs_own_function_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """For what programs do not have, and only where the caller says so."""
     tensors = [t.detach().float() for t in operands(1, 2, 2, 10, 10)]
-    seen = []
+    calls = []
     monkeypatch.setattr(
-        attention_module, "torch_function", lambda device: lambda *a, **k: (seen.append((a, k)), tensors[0])[1]
+        attention_module, "torch_function", lambda device: lambda *a, **k: (calls.append((a, k)), tensors[0])[1]
     )
 
     def searching(score, b, h, q, kv):
@@ -201,11 +201,11 @@ def test_torchs_own_function_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(NotImplementedError, match="searchsorted"):
         flashlane.flex_attention(*tensors, searching)
-    assert not seen
+    assert not calls
     assert (
         flashlane.flex_attention(*tensors, searching, kernel_options={"BACKEND": "TRITON", "BLOCK_M": 64}) is tensors[0]
     )
-    assert seen[0][0][3] is searching and seen[0][0][-1] == {"BACKEND": "TRITON", "BLOCK_M": 64}
+    assert calls[0][0][3] is searching and calls[0][0][-1] == {"BACKEND": "TRITON", "BLOCK_M": 64}
 
 
 def test_under_torch_compile_the_graph_breaks_and_results_are_the_same() -> None:

@@ -31,21 +31,21 @@ def test_drawn_scores_and_all_their_derivatives(seed: int) -> None:
     expected = mapped(drawn.function, score, SIZES).double()
     root = program.score if program.score is not None else input("score", "f64")
     inputs = {"score": score.detach(), **places(SIZES)}
-    given = (inputs, arguments.tensors, arguments.integers)
-    same(evaluate([root], *given)[0].double(), expected.detach(), drawn)
+    operands = (inputs, arguments.tensors, arguments.integers)
+    same(evaluate([root], *operands)[0].double(), expected.detach(), drawn)
 
     if not expected.requires_grad:
         return
     weight = torch.randn(SIZES, dtype=torch.float64)
     grads = torch.autograd.grad((expected * weight).sum(), [score, *floating], allow_unused=True)
-    slope = evaluate([derivative.of_score(root)], *given)[0]
+    slope = evaluate([derivative.of_score(root)], *operands)[0]
     same((slope * weight), torch.zeros(SIZES, dtype=torch.float64) if grads[0] is None else grads[0], drawn)
     expected_grads = dict(zip(map(id, floating), grads[1:], strict=True))
     found = {i: torch.zeros_like(t) for i, t in enumerate(arguments.tensors) if t.dtype == torch.float64}
     for load, gradient in derivative.of_loads(root, input("grad", "f64")):
         if load.value not in found:
             continue
-        part, *indices = evaluate([gradient, *load.operands], inputs | {"grad": weight}, *given[1:])
+        part, *indices = evaluate([gradient, *load.operands], inputs | {"grad": weight}, *operands[1:])
         indices = [i.long().expand(SIZES) for i in indices]
         found[load.value].index_put_(tuple(indices), part.expand(SIZES), accumulate=True)
     for i, total in found.items():

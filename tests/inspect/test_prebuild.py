@@ -34,8 +34,8 @@ def test_a_call_compiles_nothing_where_it_was_prebuilt_nor_where_the_wheel_is(tm
     assert done.returncode == 0, done.stderr
     assert "4 kernels of 2 problems for sm_90a: 4 compiled, 0 there before" in done.stdout
     assert "0 compiled, 4 there before" in flashlane(*SIZES, "--out", str(tmp_path / "cache")).stdout
-    found = process(tmp_path / "cache")
-    assert found["entries"] == KERNELS and found["cached"] == [True] * 4 and not found["nvrtc"]
+    outcome = process(tmp_path / "cache")
+    assert outcome["entries"] == KERNELS and outcome["cached"] == [True] * 4 and not outcome["nvrtc"]
 
     tool = [sys.executable, str(ROOT / "tools" / "cubin_wheel.py"), str(tmp_path / "cache"), "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -45,14 +45,14 @@ def test_a_call_compiles_nothing_where_it_was_prebuilt_nor_where_the_wheel_is(tm
     assert f"{wheel}: 4 kernels" in made.stdout
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target"]
     subprocess.run([*pip, str(tmp_path / "installed"), str(wheel)], check=True, timeout=300)
-    found = process(tmp_path / "empty", paths=(tmp_path / "installed",))
-    assert found["entries"] == KERNELS and found["cached"] == [True] * 4 and not found["nvrtc"]
+    outcome = process(tmp_path / "empty", paths=(tmp_path / "installed",))
+    assert outcome["entries"] == KERNELS and outcome["cached"] == [True] * 4 and not outcome["nvrtc"]
     assert not (tmp_path / "empty").exists()
 
     index = tmp_path / "installed" / "flashlane_cubins" / "index.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "compiler": "12.0"}))
-    found = process(tmp_path / "other", paths=(tmp_path / "installed",))
-    assert found["cached"] == [False] * 4, "of another compiler than their keys say, they are no one's"
+    outcome = process(tmp_path / "other", paths=(tmp_path / "installed",))
+    assert outcome["cached"] == [False] * 4, "of another compiler than their keys say, they are no one's"
 
 
 def test_a_wheel_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -64,20 +64,20 @@ def test_a_wheel_of_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_a_models_configuration_gives_its_problems() -> None:
     config = LLAMA | {"torch_dtype": "float16", "sliding_window": 256, "attn_logit_softcapping": 50.0}
-    found = list(prebuild.problems_of_model(config, "sm_90a", batches=(1, 2)))
-    assert {(p.heads, p.kv_heads, p.head_dim, p.dtype, p.softcap, p.arch) for p in found} == {
+    problems = list(prebuild.problems_of_model(config, "sm_90a", batches=(1, 2)))
+    assert {(p.heads, p.kv_heads, p.head_dim, p.dtype, p.softcap, p.arch) for p in problems} == {
         (32, 8, 128, torch.float16, 50.0, "sm_90a")
     }
-    assert {p.seqlen_k for p in found} == {512, 1024, 2048} and {p.batch for p in found} == {1, 2}
-    assert {(p.window_left, p.window_right) for p in found} == {(-1, 0), (255, 0)}
-    assert {(p.varlen, p.needs_grad, p.seqlen_q == 1) for p in found} == {
+    assert {p.seqlen_k for p in problems} == {512, 1024, 2048} and {p.batch for p in problems} == {1, 2}
+    assert {(p.window_left, p.window_right) for p in problems} == {(-1, 0), (255, 0)}
+    assert {(p.varlen, p.needs_grad, p.seqlen_q == 1) for p in problems} == {
         (False, False, False), (True, False, False), (False, True, False), (True, True, False), (False, False, True),
     }  # fmt: skip
-    assert {p.seqlen_q for p in found if p.seqused_k} == {1}
+    assert {p.seqlen_q for p in problems if p.seqused_k} == {1}
     forward_only = list(prebuild.problems_of_model(LLAMA, "sm_90a", backward=False, causal=False))
     assert not any(p.needs_grad or p.causal or p.seqlen_q == 1 for p in forward_only)
     assert {p.dtype for p in forward_only} == {torch.bfloat16}
-    assert not any(p.sinks for p in found), "a type of model without them"
+    assert not any(p.sinks for p in problems), "a type of model without them"
     assert all(p.sinks for p in prebuild.problems_of_model(LLAMA | {"model_type": "gpt_oss"}, "sm_90a", batches=(1,)))
 
 

@@ -60,18 +60,18 @@ def flux() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(("make", "calls"), [(wan, 4), (flux, 2)], ids=["Wan", "Flux"])
 def test_a_model_gives_what_torch_s_attention_gives(make: Any, calls: int) -> None:
     torch.manual_seed(0)
-    model, given = make()
+    model, inputs = make()
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def run() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        out = model(**given, return_dict=False)[0]
+        out = model(**inputs, return_dict=False)[0]
         return out, torch.autograd.grad(out.square().sum(), parameters, allow_unused=True)
 
     model.set_attention_backend("native")
     want, wanted = run()
     model.set_attention_backend(NAME)
     with torch.no_grad(), Count() as count:
-        model(**given)
+        model(**inputs)
     assert (count.ours, count.torchs) == (calls, 0)
     got, found = run()
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

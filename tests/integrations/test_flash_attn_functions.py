@@ -191,7 +191,7 @@ def test_lengths_in_every_form_give_each_sequence_alone(packed_q: bool, packed_k
     k, of_k = sides(packed_k, LONG_K, 8, 2)
     v, _ = sides(packed_k, LONG_K, 6, 2)
     sinks = torch.randn(4, dtype=F64)
-    given = [t.requires_grad_(grad) for t in (q, k, v, sinks)]
+    leaves = [t.requires_grad_(grad) for t in (q, k, v, sinks)]
     asked = {"causal": True, "softcap": 3.0, "softmax_scale": 0.4}
     keywords = {f"{name}_q": value for name, value in of_q.items()} | {f"{n}_k": value for n, value in of_k.items()}
     keywords |= {"max_seqlen_q": 7} if packed_q else {}
@@ -199,13 +199,13 @@ def test_lengths_in_every_form_give_each_sequence_alone(packed_q: bool, packed_k
         q, k, v, **keywords, learnable_sink=sinks, window_size=(4, None), return_lse=True, **asked
     )
     each = [rows_of(q, packed_q, LONG_Q), rows_of(k, packed_k, LONG_K), rows_of(v, packed_k, LONG_K)]
-    wanted = [
+    expected = [
         flashlane.flash_attn_func(*(t[None] for t in one), sinks=sinks, window_size=(4, 0), return_lse=True, **asked)
         for one in zip(*each, strict=True)
     ]
     got = rows_of(out, packed_q, LONG_Q)
     got_lse = rows_of(lse.transpose(-1, -2), packed_q, LONG_Q)
-    for mine, mine_lse, (right, right_lse) in zip(got, got_lse, wanted, strict=True):
+    for mine, mine_lse, (right, right_lse) in zip(got, got_lse, expected, strict=True):
         torch.testing.assert_close(mine, right[0])
         torch.testing.assert_close(mine_lse.transpose(0, 1), right_lse[0], check_dtype=False)
     if not packed_q:
@@ -213,8 +213,8 @@ def test_lengths_in_every_form_give_each_sequence_alone(packed_q: bool, packed_k
         assert torch.equal(out[outside], torch.zeros_like(out[outside]))
     if grad:
         do = [torch.randn_like(t) for t in got]
-        mine = torch.autograd.grad(got, given, do)
-        right = torch.autograd.grad([one[0][0] for one in wanted], given, do)
+        mine = torch.autograd.grad(got, leaves, do)
+        right = torch.autograd.grad([one[0][0] for one in expected], leaves, do)
         for some, other in zip(mine, right, strict=True):
             torch.testing.assert_close(some, other)
 

@@ -27,7 +27,7 @@ def lengths_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[Inputs]:
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Inputs]:
     """The tensors of each attention."""
     seen: list[Inputs] = []
     attend = ops.attend
@@ -81,7 +81,7 @@ FAMILIES = {"Bert": {}, "Llama": {}, "Mistral": {"sliding_window": 4}, "GptOss":
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padding_on_one_side_is_lengths(family: str, side: str, given: list[Inputs]) -> None:
+def test_padding_on_one_side_is_lengths(family: str, side: str, captured: list[Inputs]) -> None:
     model = model_of(family, **FAMILIES[family])
     text, mask = text_of((11, 3, 1, 8), side)
 
@@ -95,8 +95,8 @@ def test_padding_on_one_side_is_lengths(family: str, side: str, given: list[Inpu
     torch.testing.assert_close(got[seen], want[seen], rtol=1e-4, atol=1e-5)
     if family != "GptOss" and (side == "right" or family == "Bert"):  # rows that see no key differ among eager and sdpa
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    assert len(given) == 2
-    for inputs in given:
+    assert len(captured) == 2
+    for inputs in captured:
         assert inputs.bias is None and inputs.seqused_k is not None
         first = inputs.leftpad_k if inputs.leftpad_k is not None else torch.zeros_like(inputs.seqused_k)
         assert torch.equal(inputs.seqused_k - first, mask.sum(-1).int())
@@ -104,7 +104,7 @@ def test_padding_on_one_side_is_lengths(family: str, side: str, given: list[Inpu
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "GptOss"])
-def test_a_padded_batch_generates_without_a_mask(family: str, cache: str, given: list[Inputs]) -> None:
+def test_a_padded_batch_generates_without_a_mask(family: str, cache: str, captured: list[Inputs]) -> None:
     model = model_of(family, **FAMILIES[family])
     text, mask = text_of((9, 5), "left", 9)
     asked = {"max_new_tokens": 7, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
@@ -112,20 +112,20 @@ def test_a_padded_batch_generates_without_a_mask(family: str, cache: str, given:
     for each in (mask, torch.ones_like(mask)):
         run = lambda each=each: model.generate(text, attention_mask=each, **asked)  # noqa: E731
         want = theirs(model, run)
-        del given[:]
+        del captured[:]
         got = run()
         assert torch.equal(got.sequences, want.sequences)
         torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=1e-3, atol=1e-4)
-        assert len(given) == 14 and any(inputs.seqused_k is not None for inputs in given) == (
+        assert len(captured) == 14 and any(inputs.seqused_k is not None for inputs in captured) == (
             each is mask or cache == "static"
         )
-        assert all(inputs.bias is None for inputs in given)
+        assert all(inputs.bias is None for inputs in captured)
 
 
 def test_layers_copy_nothing_and_a_model_waits_once(monkeypatch: pytest.MonkeyPatch, waits: list[str]) -> None:
-    given: list[Inputs] = []
+    captured: list[Inputs] = []
     # Without the call itself, which looks at lengths that lie on a CPU.
-    monkeypatch.setattr(ops, "attend", lambda inputs, **asked: given.append(inputs) or (inputs.q, None))
+    monkeypatch.setattr(ops, "attend", lambda inputs, **asked: captured.append(inputs) or (inputs.q, None))
     model = model_of("Bert")
     model.set_attn_implementation(huggingface.NAME)
     text, mask = text_of((11, 3, 8), "right")
@@ -134,8 +134,8 @@ def test_layers_copy_nothing_and_a_model_waits_once(monkeypatch: pytest.MonkeyPa
         assert waits == ["tolist"]
         model(text, attention_mask=torch.ones_like(mask))
         assert waits == ["tolist"] * 2
-        assert given[1].seqused_k is given[0].seqused_k, "lengths are worked out once for all layers"
-        assert given[2].seqused_k is given[2].bias is None, "an unpadded batch needs no lengths"
+        assert captured[1].seqused_k is captured[0].seqused_k, "lengths are worked out once for all layers"
+        assert captured[2].seqused_k is captured[2].bias is None, "an unpadded batch needs no lengths"
         made = huggingface.mask(
             batch_size=3, q_length=11, kv_length=11, attention_mask=mask, device="cpu",
             allow_is_bidirectional_skip=True, mask_function=transformers.masking_utils.bidirectional_mask_function,
@@ -143,7 +143,7 @@ def test_layers_copy_nothing_and_a_model_waits_once(monkeypatch: pytest.MonkeyPa
         assert made.shape == (3, 1, 11, 11) and torch.equal(made[:, 0, 5], mask.bool()), "others may read the mask"
         q = torch.randn(3, 11, 4, 16).transpose(1, 2)
         out, _ = huggingface.attention(model, q, q, q, made)
-        assert out.data_ptr() == given[-1].q.data_ptr() == q.data_ptr() and given[-1].bias is None
+        assert out.data_ptr() == captured[-1].q.data_ptr() == q.data_ptr() and captured[-1].bias is None
 
 
 def made(padding: list[list[int]], queries: int = 4, keys: int = 4, end: int = 4, causal: bool = True) -> Any:
@@ -151,7 +151,7 @@ def made(padding: list[list[int]], queries: int = 4, keys: int = 4, end: int = 4
     return padded.key_ranges(tensor, len(padding), queries, keys, end, causal, None, "cpu")
 
 
-def test_what_lengths_cannot_say_stays_a_mask(given: list[Inputs]) -> None:
+def test_what_lengths_cannot_say_stays_a_mask(captured: list[Inputs]) -> None:
     assert made([[1, 0, 1, 1]]) is None and made([[1, 0, 1, 1]], causal=False) is None
     assert made([[0, 1, 1, 0]]) is None, "causal, padded on both sides"
     both = made([[0, 1, 1, 0], [0, 0, 0, 0]], causal=False)
@@ -167,7 +167,7 @@ def test_what_lengths_cannot_say_stays_a_mask(given: list[Inputs]) -> None:
     with torch.no_grad():
         want = theirs(model, lambda: model(text, attention_mask=mask)[0])
         torch.testing.assert_close(model(text, attention_mask=mask)[0][mask.bool()], want[mask.bool()])
-    assert all(inputs.bias is not None and inputs.seqused_k is None for inputs in given)
+    assert all(inputs.bias is not None and inputs.seqused_k is None for inputs in captured)
 
 
 def test_a_mask_that_was_changed_or_is_of_other_queries_is_read() -> None:
@@ -182,7 +182,7 @@ def test_a_mask_that_was_changed_or_is_of_other_queries_is_read() -> None:
     assert padded.attached(mask, q, q) is None
 
 
-def test_training_keeps_the_mask(given: list[Inputs]) -> None:
+def test_training_keeps_the_mask(captured: list[Inputs]) -> None:
     """Keys of a cache, which lengths make them, have no gradients."""
     model = model_of("Llama")
     text, mask = text_of((11, 3), "left")
@@ -194,13 +194,13 @@ def test_training_keeps_the_mask(given: list[Inputs]) -> None:
     want = theirs(model, step)
     for mine, other in zip(step(), want, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
-    assert all(inputs.bias is not None for inputs in given)
+    assert all(inputs.bias is not None for inputs in captured)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["Bert", "Llama"])
-def test_padding_on_a_gpu(family: str, side: str, given: list[Inputs]) -> None:
+def test_padding_on_a_gpu(family: str, side: str, captured: list[Inputs]) -> None:
     """The states of tokens against those of f32 with torch's attention: no further off than torch's in f16."""
     model = model_of(family).cuda()
     text, mask = (t.cuda() for t in text_of((300, 17, 1, 128, 129), side, 300))
@@ -215,5 +215,5 @@ def test_padding_on_a_gpu(family: str, side: str, given: list[Inputs]) -> None:
     model.half()
     rough = theirs(model, run)
     got = run()
-    assert len(given) == 2 and all(inputs.bias is None and inputs.seqused_k is not None for inputs in given)
+    assert len(captured) == 2 and all(inputs.bias is None and inputs.seqused_k is not None for inputs in captured)
     assert (got - exact).norm() <= 2 * (rough - exact).norm()

@@ -89,8 +89,8 @@ def searching(score, b, h, q, kv):
 
 def test_what_is_not_run_raises_or_goes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors()
-    seen = []
-    monkeypatch.setattr(attention, "torch_function", lambda device: lambda *a, **k: seen.append(a[3]))
+    score_mods = []
+    monkeypatch.setattr(attention, "torch_function", lambda device: lambda *a, **k: score_mods.append(a[3]))
     with integration.enabled(), pytest.raises(NotImplementedError, match="searchsorted"):
         torch_flex.flex_attention(q, k, v, searching)
     with integration.enabled(otherwise="torch"):
@@ -99,7 +99,7 @@ def test_what_is_not_run_raises_or_goes_to_torch(monkeypatch: pytest.MonkeyPatch
         mask = torch_flex.create_block_mask(
             lambda b, h, i, j: torch.searchsorted(table, i) >= j, None, None, 16, 16, device="cpu"
         )
-    assert seen == [searching] and mask.shape == (1, 1, 16, 16)
+    assert score_mods == [searching] and mask.shape == (1, 1, 16, 16)
     with pytest.raises(ValueError, match="otherwise is 'never'; it may be raise, torch, reference"):
         integration.enable(otherwise="never")
 

@@ -144,7 +144,7 @@ def test_what_it_does_not_take_runs_as_before(
     arguments: tuple[Any, ...], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     q = torch.randn(1, 2, 5, 8)
-    seen: list[Any] = []
+    calls: list[Any] = []
     handle = registry.Handle("CPU")
     try:
         with pytest.raises(NotImplementedError, match=why):  # a CPU has no kernel from before
@@ -152,7 +152,7 @@ def test_what_it_does_not_take_runs_as_before(
 
         class Before:
             def call_boxed(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-                seen.append((keyset, args, kwargs))
+                calls.append((keyset, args, kwargs))
                 return (q + 1, q[..., 0], None, None, 5, 5, q.new_empty(2), q.new_empty(()), q.new_empty(0))
 
         handle.before["_scaled_dot_product_flash_attention"] = Before()
@@ -160,7 +160,7 @@ def test_what_it_does_not_take_runs_as_before(
             out = aten._scaled_dot_product_flash_attention(q, q, q, *arguments)[0]
     finally:
         handle.remove()
-    assert torch.equal(out, q + 1) and len(seen) == 1 and isinstance(seen[0][0], torch._C.DispatchKeySet)
+    assert torch.equal(out, q + 1) and len(calls) == 1 and isinstance(calls[0][0], torch._C.DispatchKeySet)
     assert next(r.message for r in caplog.records if why in r.message).startswith("aten::_scaled_dot_product_flash")
 
 

@@ -161,10 +161,10 @@ def test_a_map_is_moved_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the thread of a backward pass, before CUDA's runtime has been called there."""
-    current, made = [], []
+    current, contexts = [], []
 
     def make_current() -> None:
-        made.append(True)
+        contexts.append(True)
         current.append(True)
 
     def encode_tiled(*_):
@@ -184,5 +184,5 @@ def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) ->
     move = tensormap.mover(1280)
     for call in (lambda: encode(describe("bf16", 256, (80, 7), (1, 80), (64, 16))), lambda: move(256)):
         call(), call()
-        assert made == [True]
-        current.clear(), made.clear()
+        assert contexts == [True]
+        current.clear(), contexts.clear()

@@ -42,10 +42,10 @@ class Function:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    found: list[int] = []
+    addresses: list[int] = []
 
     def encode(address: int) -> bytes:
-        found.append(address)
+        addresses.append(address)
         return address.to_bytes(tensormap.MAP_BYTES, "little")
 
     def mover(where: int) -> Callable[[int], None]:
@@ -54,7 +54,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(tensormap, "encode", encode)
     monkeypatch.setattr(tensormap, "mover", mover)
-    return found
+    return addresses
 
 
 def address_in(one: Any) -> int:

@@ -248,14 +248,14 @@ def test_bad_tiles(make, words):
 
 @pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 192, 256])
 def test_compiled_tiles_of_every_kernel_are_read_without_conflicts(head_dim):
-    asked, seen = problem(head_dim), 0
+    asked, compiled_tiles = problem(head_dim), 0
     for kernel in registry.kernels(listed_only=True):
         if not isinstance(kernel, DeviceKernel) or kernel.supports(asked) is not None:
             continue
         if not hasattr(kernel.config(asked), "layouts"):
             continue
         tiles = kernel_tiles(kernel, asked)
-        seen += 1
+        compiled_tiles += 1
         assert {"q", "k", "v"} <= {tile.operand for tile in tiles}, kernel.tag
         assert ("p" in {tile.operand for tile in tiles}) == (kernel.config(asked).warps_kv > 1), kernel.tag
         for tile in tiles:
@@ -264,7 +264,7 @@ def test_compiled_tiles_of_every_kernel_are_read_without_conflicts(head_dim):
             for access in tile.accesses():
                 if access.name != "copy":
                     assert access.extra == 0, (kernel.tag, tile, access)
-    assert seen > 20
+    assert compiled_tiles > 20
 
 
 def test_alternatives_keep_the_tile():

@@ -74,13 +74,13 @@ def pipeline(tiles: int, stages: int, steps: int, passes: int):
 @pytest.mark.parametrize(("steps", "passes"), ((2, 6), (4, 12), (4, 3), (2, 7)))
 def test_a_stage_is_read_after_it_is_written_and_written_after_it_is_read(stages, steps, passes):
     for tiles in range(1, 3 * stages):
-        held, pending, groups, arrived, read_since_barrier = {}, [], [], set(), set()
+        tile_of_stage, pending, groups, arrived, read_since_barrier = {}, [], [], set(), set()
         for what, *event in pipeline(tiles, stages, steps, passes):
             if what == "copy":
                 tile, index, stage = event
-                old = held.get(stage, tile)
+                old = tile_of_stage.get(stage, tile)
                 assert old == tile or old not in read_since_barrier, f"tile {old} is overwritten while a warp reads it"
-                held[stage] = tile
+                tile_of_stage[stage] = tile
                 pending.append((tile, index))
             elif what == "commit":
                 groups.append(pending)
@@ -95,7 +95,7 @@ def test_a_stage_is_read_after_it_is_written_and_written_after_it_is_read(stages
                 read_since_barrier.add(tile)
                 if tile < tiles:
                     assert tile in arrived, f"tile {tile} is read before it has arrived"
-                    assert held[stage] == tile, f"stage {stage} holds tile {held[stage]}, not {tile}"
+                    assert tile_of_stage[stage] == tile, f"stage {stage} holds tile {tile_of_stage[stage]}, not {tile}"
         assert {tile for group in groups for tile, _ in group} == set(range(tiles))
 
 

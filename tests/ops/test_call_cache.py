@@ -186,9 +186,9 @@ def test_a_call_for_another_device_makes_it_the_current_one(
         def __exit__(self, *_: object) -> None:
             current[0] = self.before
 
-    seen = []
+    devices = []
     forward_of = recorder.forward
-    monkeypatch.setattr(recorder, "forward", lambda *args: seen.append(current[0]) or forward_of(*args))
+    monkeypatch.setattr(recorder, "forward", lambda *args: devices.append(current[0]) or forward_of(*args))
     monkeypatch.setattr(launch, "device_getter", lambda: lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 1)
@@ -197,7 +197,7 @@ def test_a_call_for_another_device_makes_it_the_current_one(
     for device in (0, 1, 0):
         current[0] = device
         flashlane.flash_attn_func(*tensors)
-        assert seen[-1] == 1 and current[0] == device
+        assert devices[-1] == 1 and current[0] == device
     assert entered == [1, 1]
 
 
@@ -260,8 +260,8 @@ def test_a_remembered_call_that_is_watched_goes_to_the_operator(
     flashlane.flash_attn_func(*tensors)
     flashlane.flash_attn_func(*tensors)
     assert recorder.prepared == 1
-    seen = []
-    monkeypatch.setattr(ops, "check_and_run", lambda *args, **keywords: seen.append(args) or (tensors[0], tensors[0]))
+    runs = []
+    monkeypatch.setattr(ops, "check_and_run", lambda *args, **keywords: runs.append(args) or (tensors[0], tensors[0]))
 
     def call(*_: object) -> torch.Tensor:
         return flashlane.flash_attn_func(*tensors)
@@ -285,7 +285,7 @@ def test_a_remembered_call_that_is_watched_goes_to_the_operator(
         torch.func.grad(lambda x: (x * call()).sum())(tensors[0])
     else:
         torch.jit.trace(lambda x: x + call(), tensors[0], check_trace=False)
-    assert seen and len(recorder.problems) == 2
+    assert runs and len(recorder.problems) == 2
 
 
 @pytest.mark.parametrize("call", [flashlane.flash_attn_func, through_the_operator])

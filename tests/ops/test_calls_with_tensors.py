@@ -149,8 +149,8 @@ def test_which_arguments_are_one_tensor_is_part_of_the_key(forgotten: None, monk
     """Sequences of the same lengths on both sides; and where k and v are one tensor, its gradients are summed."""
     q, k, v = Kind("varlen", grad=True).call(0, torch.float32).operands
     one, two = offsets(LENGTHS[0]), offsets(LENGTHS[1])
-    given = [(q, k, v, one, one), (q, k, v, one, two), (q, k, k, one, two), (q, q, q, two, two), (q, k, v, two, two)]
-    given += [(q, k, v, two, one), (q, q, k, one, one), (q, k, q, one, one)]
+    calls = [(q, k, v, one, one), (q, k, v, one, two), (q, k, k, one, two), (q, q, q, two, two), (q, k, v, two, two)]
+    calls += [(q, k, v, two, one), (q, q, k, one, one), (q, k, q, one, one)]
 
     def results(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
         out = flashlane.flash_attn_varlen_func(*tensors, LONGEST, LONGEST)
@@ -158,14 +158,14 @@ def test_which_arguments_are_one_tensor_is_part_of_the_key(forgotten: None, monk
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
     expected = []
-    for tensors in given:
+    for tensors in calls:
         call_cache.forget()
         expected.append(results(tensors))
     call_cache.forget()
-    for tensors in given:
+    for tensors in calls:
         results(tensors)
     quick(monkeypatch)
-    for tensors, want in [*zip(given, expected, strict=True)][::-1]:
+    for tensors, want in [*zip(calls, expected, strict=True)][::-1]:
         assert all(map(torch.equal, results(tensors), want))
 
 
@@ -194,11 +194,11 @@ def test_a_remembered_call_that_is_watched_is_checked(
 ) -> None:
     call = Kind("varlen", modifiers=("alibi",)).call(0, torch.float32)
     want = call()
-    seen = []
+    checked = []
     run = ops.check_and_run
-    monkeypatch.setattr(ops, "check_and_run", lambda *args: seen.append(args) or run(*args))
+    monkeypatch.setattr(ops, "check_and_run", lambda *args: checked.append(args) or run(*args))
     call()
-    assert not seen
+    assert not checked
     if watcher == "profiler":
         with torch.profiler.profile():
             got = call()
@@ -219,7 +219,7 @@ def test_a_remembered_call_that_is_watched_is_checked(
     else:
         slopes = torch.stack([call.named["alibi_slopes"]] * 2)
         got = torch.vmap(lambda one: call(alibi_slopes=one))(slopes)[1]
-    assert seen and torch.allclose(got, want, atol=1e-5)
+    assert checked and torch.allclose(got, want, atol=1e-5)
 
 
 def test_dropout_draws_its_mask_for_each_call(forgotten: None) -> None:
@@ -283,7 +283,7 @@ def test_steps_that_append_to_a_cache_attend_to_what_is_there(
     """The cache changes in place between calls that are alike in all but what tensors hold."""
 
     def steps(fresh: bool) -> list[torch.Tensor]:
-        call, found = Kind("cache seqused").call(3, torch.float32), []
+        call, results = Kind("cache seqused").call(3, torch.float32), []
         cache = [t.clone() for t in call.operands[1:]]
         lengths = call.named["cache_seqlens"] // 2
         for step in range(4):
@@ -291,9 +291,9 @@ def test_steps_that_append_to_a_cache_attend_to_what_is_there(
             if fresh:
                 call_cache.forget()
             given = {"cache_seqlens": lengths, "causal": advance, "return_softmax_lse": True}
-            found += flashlane.flash_attn_with_kvcache(call.operands[0], *cache, *new, **given)
+            results += flashlane.flash_attn_with_kvcache(call.operands[0], *cache, *new, **given)
             lengths += 1
-        return found + cache
+        return results + cache
 
     wanted = steps(True)
     assert all(map(torch.equal, steps(False), wanted))

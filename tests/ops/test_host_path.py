@@ -40,13 +40,13 @@ def test_every_call_launches_with_its_own_tensors(launches: Launches, monkeypatc
     same = [qkv() for _ in range(5)]
     longer = [qkv(m=128) for _ in range(2)]
     wide = [[torch.randn(1, 64, 4, 64).half()[:, :, ::2] for _ in range(3)] for _ in range(2)]  # other strides only
-    kept = [(t, flashlane.flash_attn_func(*t, return_lse=True)) for t in (same[0], longer[0], wide[0])]
+    calls = [(t, flashlane.flash_attn_func(*t, return_lse=True)) for t in (same[0], longer[0], wide[0])]
     quick(monkeypatch)
     order = [*same, same[2], longer[1], same[2], wide[1], *longer, *reversed(same), wide[0], same[0]]
-    kept += [(tensors, flashlane.flash_attn_func(*tensors, return_lse=True)) for tensors in order]
-    assert len(launches) == len(kept) == 3 + len(order)
+    calls += [(tensors, flashlane.flash_attn_func(*tensors, return_lse=True)) for tensors in order]
+    assert len(launches) == len(calls) == 3 + len(order)
     encoded = {}
-    for (tensors, (out, lse)), (_, _, _, params) in zip(kept, launches, strict=True):
+    for (tensors, (out, lse)), (_, _, _, params) in zip(calls, launches, strict=True):
         assert addresses(params) == [t.data_ptr() for t in tensors]
         assert (params.out, params.lse) == (out.data_ptr(), lse.data_ptr())
         assert (params.seqlen.seqlen_q, params.seqlen.seqlen_k) == (64, tensors[1].shape[1])
@@ -54,7 +54,7 @@ def test_every_call_launches_with_its_own_tensors(launches: Launches, monkeypatc
         kind = tensors[1].shape, tensors[1].stride()
         assert encoded.setdefault(kind, numbers(params)) == numbers(params)
     assert sorted(encoded.values()) == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    assert len({out.data_ptr() for _, (out, _) in kept}) == len(kept)
+    assert len({out.data_ptr() for _, (out, _) in calls}) == len(calls)
 
 
 def test_the_mma_family_repeats_with_each_calls_own_tensors(
@@ -154,7 +154,7 @@ def test_threads_do_not_share_parameters(either: Launches) -> None:
     flashlane.flash_attn_func(*tensors)
     meet = threading.Barrier(2, timeout=20)
     local = threading.local()
-    seen: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
+    by_thread: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
     launches.before = meet.wait  # until both have set their parameters
     launches.stream_of = lambda device: local.stream
 
@@ -162,16 +162,16 @@ def test_threads_do_not_share_parameters(either: Launches) -> None:
         local.stream = number
         for _ in range(20):
             out = flashlane.flash_attn_func(*tensors)
-            seen[number].append((number, out.data_ptr()))
+            by_thread[number].append((number, out.data_ptr()))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in seen]
+    threads = [threading.Thread(target=work, args=(number,)) for number in by_thread]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [len(found) for found in seen.values()] == [20, 20]
+    assert [len(found) for found in by_thread.values()] == [20, 20]
     launched = list(zip(launches.streams, (params.out for *_, params in launches), strict=True))[1:]
-    for number, found in seen.items():
+    for number, found in by_thread.items():
         assert [pair for pair in launched if pair[0] == number] == found
 
 
@@ -273,23 +273,23 @@ def test_gpu_threads_compute_their_own_tensors() -> None:
     tensors = [t.cuda() for t in qkv(n=192, m=320)]
     flashlane.flash_attn_func(*tensors)
     torch.cuda.synchronize()
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
 
     def work() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             mine = [flashlane.flash_attn_func(*tensors) for _ in range(200)]
             torch.cuda.current_stream().synchronize()
-        found.extend(mine)
+        outputs.extend(mine)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 800
-    first = found[0]
+    assert len(outputs) == 800
+    first = outputs[0]
     close(first, tensors)
-    assert all(torch.equal(first, other) for other in found)
+    assert all(torch.equal(first, other) for other in outputs)
 
 
 @pytest.mark.gpu

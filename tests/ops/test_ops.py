@@ -62,7 +62,7 @@ def _parse(arguments: str) -> list[inspect.Parameter]:
 @pytest.mark.parametrize("kernel", ["reference", "tiled"])
 def test_results_and_gradients(kernel: str) -> None:
     inputs = leaves(bias=torch.randn(4, 1, 13, dtype=torch.float64), sinks=torch.randn(4, dtype=torch.float64))
-    asked = {"causal": True, "window_size": (6, 3), "softcap": 4.0}
+    options = {"causal": True, "window_size": (6, 3), "softcap": 4.0}
     out, lse = flashlane.flash_attn_func(
         inputs.q,
         inputs.k,
@@ -72,9 +72,9 @@ def test_results_and_gradients(kernel: str) -> None:
         return_lse=True,
         sinks=inputs.sinks,
         attn_bias=inputs.bias,
-        **asked,
+        **options,
     )
-    want = reference_attention(AttentionProblem.from_inputs(inputs, scale=0.3, **asked), inputs)
+    want = reference_attention(AttentionProblem.from_inputs(inputs, scale=0.3, **options), inputs)
     torch.testing.assert_close((out, lse), want)
     do, dlse = torch.randn_like(out), torch.randn_like(lse)
     torch.testing.assert_close(gradients(inputs, out, lse, do, dlse), gradients(inputs, *want, do, dlse))
@@ -389,8 +389,8 @@ def test_the_operator_has_defaults_under_every_transform() -> None:
     """The dispatcher leaves trailing defaults off, so that every Python kernel of ours sees fewer arguments."""
     q, k, v = (torch.randn(2, 9, 2, 16) for _ in range(3))
     short = torch.ops.flashlane.forward
-    whole = (None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *[None] * 12)
-    want = short(q, k, v, *whole)
+    defaults = (None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *[None] * 12)
+    want = short(q, k, v, *defaults)
     torch.testing.assert_close(short(q, k, v), want)
     torch.testing.assert_close(
         want, reference_attention(AttentionProblem.from_inputs(Inputs(q, k, v)), Inputs(q, k, v))
@@ -400,7 +400,7 @@ def test_the_operator_has_defaults_under_every_transform() -> None:
     batched = torch.vmap(lambda *t: short(*t, causal=True))(*(torch.stack([t, -t]) for t in (q, k, v)))
     torch.testing.assert_close([t[0] for t in batched], list(causal))
     flops = []
-    for call in (lambda: short(q, k, v), lambda: short(q, k, v, *whole)):
+    for call in (lambda: short(q, k, v), lambda: short(q, k, v, *defaults)):
         with FlopCounterMode(display=False) as counter:
             call()
         flops.append(counter.get_total_flops())

@@ -75,12 +75,12 @@ def test_a_repeated_backward_launches_what_a_checked_one_does(
     assert seen
     checked = [params for *_, params in launches[-3:]]
     monkeypatch.setattr(execute, "backward", refuse)
-    kept = []
+    all_grads = []
     for number in (1, 2, 1, 0):
         launches.stream = 50 + number
         tensors, do = sets[number]
         out, grads = call(tensors, do)
-        kept.append(grads)
+        all_grads.append(grads)
         assert launches.streams[-4:] == [50 + number] * 4
         found = [params for *_, params in launches[-3:]]
         for stage, mine, right in zip(STAGES, found, checked, strict=True):
@@ -99,7 +99,7 @@ def test_a_repeated_backward_launches_what_a_checked_one_does(
             steps = [(own[name] - own[parts[0]], others[name] - others[parts[0]]) for name in parts]
             assert all(mine_step == right_step for mine_step, right_step in steps), stage
         assert preprocess["delta"] == gradients["delta"] and gradients["dq_accum"] == postprocess["dq_accum"]
-    assert len({grad.data_ptr() for grads in kept for grad in grads}) == 12
+    assert len({grad.data_ptr() for grads in all_grads for grad in grads}) == 12
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -144,26 +144,26 @@ def test_the_backward_operator_repeats_what_its_first_call_launched(
 
     call, sets = torch.ops.flashlane.backward, [operands(seed) for seed in range(3)]
     with monkeypatch.context() as patch:
-        patch.setattr(autograd, "repeated_gradients", lambda *given: None)
+        patch.setattr(autograd, "repeated_gradients", lambda *inputs: None)
         call(*sets[0])
         checked = [without_pointers(params) for *_, params in launches]
     backward = execute.backward
     monkeypatch.setattr(execute, "backward", refuse)
     for number in (1, 2, 0, 1):
         del launches[:]
-        given = sets[number]
-        grads = call(*given)
+        inputs = sets[number]
+        grads = call(*inputs)
         found = [params for *_, params in launches]
         assert packed or [without_pointers(params) for params in found] == checked
         assert len(found) == len(checked)
         before, gradients, after = map(pointers, found)
-        assert (before["out"], before["lse_in"], before["dout"]) == tuple(t.data_ptr() for t in given[:3])
+        assert (before["out"], before["lse_in"], before["dout"]) == tuple(t.data_ptr() for t in inputs[:3])
         assert (after["dq"], gradients["dk"], gradients["dv"]) == tuple(t.data_ptr() for t in grads[:3])
-        assert [grad.shape for grad in grads[:3]] == [t.shape for t in given[5:8]]
+        assert [grad.shape for grad in grads[:3]] == [t.shape for t in inputs[5:8]]
         assert not any(grad.numel() for grad in grads[3:]) and len(grads) == len(problem.DIFFERENTIABLE)
         if packed:
             at = {params.seqlen.cu_seqlens_k for params in found}
-            assert at == {next(t for t in given[8:] if isinstance(t, torch.Tensor)).data_ptr()}
+            assert at == {next(t for t in inputs[8:] if isinstance(t, torch.Tensor)).data_ptr()}
     monkeypatch.setattr(execute, "backward", backward)
     for at, name in enumerate(("out", "lse", "do")):
         for change in (lambda t: t[..., :-1].contiguous(), torch.Tensor.double):

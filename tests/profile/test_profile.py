@@ -122,10 +122,10 @@ def test_cycles_of_the_bench_are_those_of_all_launches(monkeypatch):
     from flashlane.bench.measure import runner
 
     monkeypatch.setattr(tools, "need_ncu", lambda device, name: "ncu")
-    asked = []
+    requests = []
 
     def count(problem, tags, direction, **keywords):
-        asked.append((tags, direction, keywords["metrics"]))
+        requests.append((tags, direction, keywords["metrics"]))
         return {"tiled": [ncu.Launch("a", {ncu.CYCLES: 100.0}), ncu.Launch("b", {ncu.CYCLES: 11.0})], "(flash)": []}
 
     monkeypatch.setattr(ncu, "count", count)
@@ -134,7 +134,7 @@ def test_cycles_of_the_bench_are_those_of_all_launches(monkeypatch):
     options = {"device": "cpu", "selection": selection, "settings": settings, "memory": False, "cycles": True}
     results = runner.run([bench.make_problem(1, 1, 16, 16)], **options)
     assert {row.tag: row.cycles for row in results} == {"tiled": 111.0, "(flash)": None}
-    assert asked == [(["tiled", "(flash)"], "forward", (ncu.CYCLES,))] and "111" in results.to_csv()
+    assert requests == [(["tiled", "(flash)"], "forward", (ncu.CYCLES,))] and "111" in results.to_csv()
 
     def refuse(*words, **keywords):
         raise RuntimeError("ncu counted nothing: no permission")
@@ -331,17 +331,19 @@ def test_commands_are_shown_without_running(invoke):
 
 
 def test_rows_are_placed_under_the_lower_ceiling():
-    found = rates.DeviceRates(1000.0, {"f16": 100.0}, {"f16": 50.0})
-    assert found.ridge("f16") == 100.0 and found.ridge("f16", "mma(x)") == 50.0 and found.rate("f32") is None
-    assert found.attainable(10.0, "f16") == 10.0 and found.attainable(1e4, "f16") == 100.0
+    ceiling = rates.DeviceRates(1000.0, {"f16": 100.0}, {"f16": 50.0})
+    assert ceiling.ridge("f16") == 100.0 and ceiling.ridge("f16", "mma(x)") == 50.0 and ceiling.rate("f32") is None
+    assert ceiling.attainable(10.0, "f16") == 10.0 and ceiling.attainable(1e4, "f16") == 100.0
     problem = bench.make_problem(1, 1, 1024, 64)
     work, moved = bench.flops(problem), rates.bytes_of(timed(problem, "k", 1.0))
     assert moved == 4 * 1024 * 64 * 2 + 4 * 1024
-    points = rates.place([timed(problem, "k", 0.01), timed(problem, "mma(k)", 0.02), timed(problem, "no", None)], found)
+    points = rates.place(
+        [timed(problem, "k", 0.01), timed(problem, "mma(k)", 0.02), timed(problem, "no", None)], ceiling
+    )
     assert [p.tag for p in points] == ["k", "mma(k)"]
     assert points[0].intensity == pytest.approx(work / moved) and points[0].bound_by == "matrix rate"
     assert points[0].share == pytest.approx(work / 0.01 * 1e-9 / 100) and points[1].attainable == 50.0
-    small = rates.place([timed(bench.make_problem(1, 1, 16, 64), "k", 0.01)], found)
+    small = rates.place([timed(bench.make_problem(1, 1, 16, 64), "k", 0.01)], ceiling)
     assert small[0].bound_by == "copy rate" and small[0].attainable == pytest.approx(small[0].intensity)
 
 

@@ -51,7 +51,7 @@ class _Draw:
             leaves = ["score", "score", "slope[h]", "row[b, q]", "pairs[q, kv]", "halves[kv]", "(q - kv) * slope[h]"]
             return self.random.choice([*leaves, "(score * 0 + 0.75)"])
         a, b, kind = self.number(depth - 1), self.number(depth - 2), self.random.randrange(20)
-        whole, truth = self.whole(depth - 2), self.truth(depth - 2)
+        integer, truth = self.whole(depth - 2), self.truth(depth - 2)
         forms = [
             f"({a} + {b})",
             f"({a} - {b})",
@@ -67,7 +67,7 @@ class _Draw:
             f"torch.clamp({a}, -1.5, 1.5)",
             f"torch.maximum({a} * score, score * 0.5)",
             f"torch.nn.functional.softplus({a})",
-            f"torch.cos({a}) + {whole} * slope[h]",
+            f"torch.cos({a}) + {integer} * slope[h]",
             f"-{a}",
             f"({a}).abs()",
             f"torch.nn.functional.silu({a})",

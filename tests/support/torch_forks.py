@@ -37,8 +37,8 @@ def run(program: Path | str, *arguments: str | Path, fresh: bool = False) -> tup
         command = [sys.executable, *([program] if isinstance(program, Path) else ["-c", program]), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
         return done.returncode, done.stdout + done.stderr
-    with tempfile.TemporaryFile() as said:
-        given = _Output(said.fileno()), program, list(map(str, arguments)), dict(os.environ), os.getcwd()
+    with tempfile.TemporaryFile() as output:
+        given = _Output(output.fileno()), program, list(map(str, arguments)), dict(os.environ), os.getcwd()
         process = context().Process(target=_serve, args=given)
         process.start()
         process.join(SECONDS)
@@ -46,8 +46,8 @@ def run(program: Path | str, *arguments: str | Path, fresh: bool = False) -> tup
             process.kill()
             process.join()
             raise AssertionError(f"{program} did not end in {SECONDS} s")
-        said.seek(0)
-        return process.exitcode, said.read().decode()
+        output.seek(0)
+        return process.exitcode, output.read().decode()
 
 
 class _Output:

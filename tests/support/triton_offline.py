@@ -90,14 +90,16 @@ def kind_in_tuple(tensor: torch.Tensor | None, value: Any) -> str:
 
 
 def compile_launch(
-    made: launch.Launch, tensors: dict[str, torch.Tensor], plan: forward.PreparedForward, arch: str
+    kernel: launch.Launch, tensors: dict[str, torch.Tensor], plan: forward.PreparedForward, arch: str
 ) -> Any:
     """What Triton would compile at the first call with tensors that start on 16 bytes."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     described = plan.descriptors or {}
-    for index, (param, (name, value)) in enumerate(zip(made.function.params, made.neutral({}).items(), strict=True)):
+    for index, (param, (name, value)) in enumerate(
+        zip(kernel.function.params, kernel.neutral({}).items(), strict=True)
+    ):
         assert param.name == name, f"argument {index} is {param.name!r} and the launch gives {name!r}"
         tensor = tensors.get(name)
         if isinstance(value, tuple):
@@ -124,10 +126,10 @@ def compile_launch(
             signature[name] = "i32" if abs(value) < 1 << 31 else "i64"
             if value % 16 == 0 and not param.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(made.function, signature, constants, attributes)
+    source = ASTSource(kernel.function, signature, constants, attributes)
     target = GPUTarget("cuda", int(re.sub(r"\D", "", arch)), 32)
     with launch.sound_assembler():
-        return triton.compile(source, target=target, options=dict(made.options))
+        return triton.compile(source, target=target, options=dict(kernel.options))
 
 
 def machine_code(cubin: bytes) -> str:

@@ -34,7 +34,7 @@ def test_every_part_has_kernels_and_the_first_that_needs_one_counts(ahead: Modul
 
 def test_what_a_benchmark_runs_is_among_them(ahead: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tensors or without, a problem has the same configuration."""
-    found = ahead.collected(("hopper",))
+    sources = ahead.collected(("hopper",))
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "scripts"))
     shapes = importlib.import_module("hopper_shapes")
     kernel = registry.get(ahead.HOPPER)
@@ -44,7 +44,7 @@ def test_what_a_benchmark_runs_is_among_them(ahead: ModuleType, monkeypatch: pyt
         like = shapes.problem_of(shape)
         assert kernel.config(built) == kernel.config(like) and backward.config_of(built) == backward.config_of(like)
     grid = shapes.problem_of(shapes.square(64, 64, False, 16384))
-    assert kernel.config(grid).source() in found and set(backward.config_of(grid).sources()) <= set(found)
+    assert kernel.config(grid).source() in sources and set(backward.config_of(grid).sources()) <= set(sources)
 
 
 def test_the_archive_has_the_cache_entries_and_no_others(

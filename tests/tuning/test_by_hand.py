@@ -98,17 +98,17 @@ def test_bench_times_it_beside_the_kernel_itself(kernel, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["bench", "--device", "cpu", "--arch", "none", "--quick", "--N", "16", "--H", "1", "--D", "16"]
     words += ["--peers", "none"]
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*words, "--kernels", "tunable", "--config", "rows=32"])
-    assert done.exit_code == 0, done.output
-    assert "tunable[rows=32]" in done.stdout and {c.rows for c in kernel.ran} == {32, 64}
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*words, "--kernels", "tunable", "--config", "rows=32"])
+    assert result.exit_code == 0, result.output
+    assert "tunable[rows=32]" in result.stdout and {c.rows for c in kernel.ran} == {32, 64}
     for more, message in (
         (["--config", "rows=32"], "--kernels or --tags name"),
         (["--kernels", "reference", "--config", "rows=1"], "none of the kernels asked for has a configuration"),
         (["--kernels", "tunable", "--config", "size=1"], "has 'size', which Config does not have"),
         (["--kernels", "tunable", "--config", "rows=1", "--timeout", "5"], "--timeout is given with --config"),
     ):
-        done = CliRunner().invoke(app, [*words, *more])
-        assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        result = CliRunner().invoke(app, [*words, *more])
+        assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
 
 
 def test_a_field_is_checked_for_the_gpu_of_a_problem_and_without_one_for_that_of_reports(monkeypatch):

@@ -256,17 +256,17 @@ def test_the_file_is_read_once(monkeypatch):
 
 
 def test_what_was_remembered_of_choices_is_forgotten_when_a_file_changes():
-    kernel, asked = TunableKernel("a", {64: 2.0, 128: 1.0}), []
+    kernel, requests = TunableKernel("a", {64: 2.0, 128: 1.0}), []
 
     @registry.memoised
     def config_of(problem):
-        asked.append(problem)
+        requests.append(problem)
         return kernel.config(problem)
 
     run([kernel])
     entries = tune.load(stored_file())
     tune.forget()
-    assert config_of(problem()) == config_of(problem()) == FakeConfig(64) and len(asked) == 1
+    assert config_of(problem()) == config_of(problem()) == FakeConfig(64) and len(requests) == 1
     tune.save(DEVICE, ARCH, entries)
     assert config_of(problem()) == FakeConfig(128)
     tune.forget()

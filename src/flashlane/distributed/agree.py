@@ -26,15 +26,15 @@ _ERROR = "error"
 
 
 @dataclass
-class _Known:
+class _Agreements:
     """The calls on which the ranks of a group have agreed."""
 
     calls: set[Fields] = field(default_factory=set)
-    asked: int = 0
+    comparisons: int = 0
     """The number of comparisons so far, which is the same on all ranks."""
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Known] = weakref.WeakKeyDictionary()
+_agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, _Agreements] = weakref.WeakKeyDictionary()
 
 
 def agree(ranks: Ranks, fields: Fields, device: torch.device, error: Exception | None = None) -> None:
@@ -50,14 +50,14 @@ def agree(ranks: Ranks, fields: Fields, device: torch.device, error: Exception |
         ValueError: the ranks do not agree, or one of them has an error; the message names rank and argument.
         RuntimeError: a rank did not make a new call within the group's timeout.
     """
-    known = _known.setdefault(ranks.group, _Known())
-    if error is None and fields in known.calls:
+    record = _agreements.setdefault(ranks.group, _Agreements())
+    if error is None and fields in record.calls:
         return
     store = distributed_c10d._get_process_group_store(ranks.group)
-    number, known.asked = known.asked, known.asked + 1
+    number, record.comparisons = record.comparisons, record.comparisons + 1
     keys = [f"flashlane/{number}/{rank}" for rank in range(ranks.size)]
-    said = {_ERROR: f"{type(error).__name__}: {error}"} if error else dict(fields)
-    store.set(keys[ranks.rank], json.dumps(said))
+    message = {_ERROR: f"{type(error).__name__}: {error}"} if error else dict(fields)
+    store.set(keys[ranks.rank], json.dumps(message))
     if error is not None:
         raise error
     timeout = _timeout(ranks, device)
@@ -74,10 +74,10 @@ def agree(ranks: Ranks, fields: Fields, device: torch.device, error: Exception |
         for key in (*keys, f"flashlane/{number}/read"):
             store.delete_key(key)
     _compare(ranks, json.loads(json.dumps(dict(fields))), others)
-    if not known.calls and device.type == "cuda":
+    if not record.calls and device.type == "cuda":
         # The first batch of messages of a group creates its communicator, in which all ranks must take part.
         dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
-    known.calls.add(fields)
+    record.calls.add(fields)
 
 
 def _compare(ranks: Ranks, mine: dict[str, object], others: list[dict[str, object]]) -> None:

@@ -117,8 +117,8 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
     Raises:
         ValueError: ``offsets`` has another shape or type, does not begin with 0, or descends.
     """
-    found, ids = _documents_of(offsets, causal)
-    offsets = found.offsets
+    document_set, ids = _documents_of(offsets, causal)
+    offsets = document_set.offsets
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return ids[q] == ids[kv]
@@ -131,7 +131,7 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
         return [(offsets.index_select(0, own), q + 1 if causal else offsets[1:].index_select(0, own))]
 
     name, function = ("causal-documents", visible_before) if causal else ("documents", visible)
-    return Mask(name, function, bounds, documents=found)
+    return Mask(name, function, bounds, documents=document_set)
 
 
 def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:

@@ -63,13 +63,13 @@ class Built:
 
 
 def compile_all(
-    jobs: Iterable[tuple[KernelSource, str]], done: Callable[[], None] = lambda: None, workers: int | None = None
+    jobs: Iterable[tuple[KernelSource, str]], on_each: Callable[[], None] = lambda: None, workers: int | None = None
 ) -> Built:
     """Compile kernels into the disk cache, in parallel threads.
 
     Args:
         jobs: kernels with their architectures.
-        done: called after each kernel.
+        on_each: called after each kernel.
         workers: the number of threads; by default that of the cores.
     """
     built = Built()
@@ -82,7 +82,7 @@ def compile_all(
             except Exception as error:  # every failure becomes a line of the report
                 words = " ".join(str(error).splitlines()[:2])
                 built.wrong.append(f"{source.entry} for {arch}: {words}")
-            done()
+            on_each()
     return built
 
 

@@ -77,10 +77,10 @@ class _Repeated(torch.autograd.function._SingleLevelFunction):
         v: torch.Tensor,
         *modifiers: torch.Tensor | None,
     ) -> Results | torch.Tensor | None:
-        found = entry.run(q, k, v, True, inputs)
-        if found is None:
+        result = entry.run(q, k, v, True, inputs)
+        if result is None:
             return None
-        out, lse = found
+        out, lse = result
         ctx.set_materialize_grads(False)
         ctx.entry = entry
         if inputs is None:
@@ -88,7 +88,7 @@ class _Repeated(torch.autograd.function._SingleLevelFunction):
         else:
             ctx.save_for_backward(q, k, v, out, lse, *others_of(inputs))
             ctx.lengths = lengths_of(inputs)
-        return found if wants_lse else out
+        return result if wants_lse else out
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None = None) -> tuple[Any, ...]:
@@ -238,16 +238,16 @@ def _below_autograd(keyset: Any, args: tuple[Any, ...]) -> Results:
         return torch.ops.flashlane.forward.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Results:
+def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Results:
     """The autograd kernel of ``flashlane::forward``."""
     key = None
     if forward_ad._current_level < 0 and not _modes_active():
-        key, inputs, entry = execute.find_cached(q, k, v, rest)
+        key, inputs, entry = execute.find_cached(q, k, v, options)
         if entry is not None:
             found = recorded(entry, q, k, v, inputs) if entry.records else entry.run(q, k, v, True, inputs)
             if found is not None:
                 return found
-    args = schema.with_defaults((q, k, v, *rest))
+    args = schema.with_defaults((q, k, v, *options))
     tensors = [args[index] for index in schema.DIFFERENTIABLE_AT]
     if forward_ad._current_level >= 0:
         torch_rules.refuse_tangents(tensors)
@@ -255,7 +255,7 @@ def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     if not _plain(keyset):
         return _watched(keyset, args) if wanted else _below_autograd(keyset, args)
     problem, inputs, kernel = execute.rebuild(args)
-    entry = call_cache.remember(key or schema.key_of(rest), problem, inputs, kernel)
+    entry = call_cache.remember(key or schema.key_of(options), problem, inputs, kernel)
     return differentiable(problem, inputs, kernel, entry) if wanted else execute.forward(kernel, problem, inputs)
 
 

@@ -111,9 +111,9 @@ def attend(
 
 def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] | None, options: CallOptions) -> Results:
     """:func:`attend` without trying :func:`run_cached`."""
-    casts, given = torch._C._is_any_autocast_enabled(), inputs
+    casts, before = torch._C._is_any_autocast_enabled(), inputs
     if casts:
-        inputs = torch_rules.autocast(given)
+        inputs = torch_rules.autocast(before)
     if options.dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
         seed = torch.randint(SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
         inputs = replace(inputs, dropout_seed=seed)
@@ -127,7 +127,7 @@ def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] |
     entry = None
     if is_plain(options) and not casts:
         entry = call_cache.remember((kernel, *options), problem, inputs, chosen)
-    elif is_plain(options) and isinstance(chosen, DeviceKernel) and _same(given, inputs):  # which launches, and no more
+    elif is_plain(options) and isinstance(chosen, DeviceKernel) and _same(before, inputs):  # it launches, and no more
         dtype = torch.get_autocast_dtype(inputs.q.device.type)
         entry = call_cache.remember((kernel, *options), problem, inputs, chosen, dtype)
     return _run_unobserved(problem, inputs, chosen, entry)

@@ -221,13 +221,13 @@ described: list[tensormap.TensorMap] = []
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     """What would have been launched on an H200, with the driver replaced by a list."""
-    found: list[tuple[Any, ...]] = []
+    recorded: list[tuple[Any, ...]] = []
     described.clear()
 
     class Fake:
         def prepare(self, grid: Any, block: Any, shared: int, params: Any, overlapped: bool) -> Any:
             own, _ = params
-            return lambda stream: found.append((grid, block, shared, type(own).from_buffer_copy(own)))
+            return lambda stream: recorded.append((grid, block, shared, type(own).from_buffer_copy(own)))
 
         def occupancy(self, threads: int, shared: int) -> int:
             return jit.occupancy("sm_90a", threads, 0, shared).ctas
@@ -245,7 +245,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     counters = torch.zeros(4096, dtype=torch.int32)
     monkeypatch.setattr(launch_pool, "counters_of", lambda device, stream, count, capturing: counters[:count])
     registry.changed()
-    yield found
+    yield recorded
     registry.changed()
 
 
@@ -281,7 +281,7 @@ def test_what_a_launch_is_given(launches: list[tuple[Any, ...]]) -> None:
 @pytest.mark.parametrize("paged", [False, True])
 def test_splits_are_as_many_as_are_asked_for(launches: list[tuple[Any, ...]], paged: bool) -> None:
     """On the same grid of splits, by the same CTAs, whatever the batch; at most one split a step of 128 keys."""
-    given = {}
+    launch_sizes = {}
     for batch, num_splits in itertools.product((1, 3, 64), (0, 1, 3, 8, 1000)):
         q, k = torch.zeros(batch, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(batch, 2000, 2, 128).bfloat16()
         inputs = Inputs(q, k, k, seqused_k=torch.full((batch,), 2000, dtype=torch.int32))
@@ -293,11 +293,11 @@ def test_splits_are_as_many_as_are_asked_for(launches: list[tuple[Any, ...]], pa
         KERNEL.forward(problem, inputs, torch.empty_like(q), torch.empty(batch, 8, 1))
         grid, block, shared, params = launches[-1]
         assert params.split.splits == grid[1] and bool(params.split.out) == (grid[1] > 1)
-        given[batch, num_splits] = grid[0], grid[1], block, shared
+        launch_sizes[batch, num_splits] = grid[0], grid[1], block, shared
     for num_splits, parts in ((1, 1), (3, 3), (8, 8), (1000, 16)):
-        blocks = {given[batch, num_splits] for batch in (1, 3, 64)}
+        blocks = {launch_sizes[batch, num_splits] for batch in (1, 3, 64)}
         assert len(blocks) == 1 and next(iter(blocks))[:2] == (2, parts)
-    assert len({given[batch, 0] for batch in (1, 3, 64)}) > 1  # what is asked for with 0 follows the batch
+    assert len({launch_sizes[batch, 0] for batch in (1, 3, 64)}) > 1  # what is asked for with 0 follows the batch
 
 
 def test_splits_asked_for_are_the_only_ones() -> None:

@@ -183,7 +183,7 @@ def drawn(seed: int) -> tuple[Packed, int]:
 
 def test_what_is_counted_is_what_the_tiles_do(device: Callable[[list[str]], list[list[list[str]]]]) -> None:
     cases = [drawn(seed) for seed in range(600)]
-    seen: collections.Counter[str] = collections.Counter()
+    kinds: collections.Counter[str] = collections.Counter()
     for (packed, block_m), lines in zip(cases, device([p.words(m) for p, m in cases]), strict=True):
         what = f"{packed} by {block_m}"
         steps: dict[tuple[int, int], set[int]] = collections.defaultdict(set)  # of a sequence's block: its tiles
@@ -214,7 +214,7 @@ def test_what_is_counted_is_what_the_tiles_do(device: Callable[[list[str]], list
             queries = range(block * block_m, min((block + 1) * block_m, packed.lengths[sequence][0]))
             keys = {key // KEYS for query in queries for key in packed.visible(sequence, query)}
             assert keys <= set(tiles), (what, sequence, block)
-            seen["unseen" if not tiles else "one" if len(tiles) == 1 else "several"] += 1
+            kinds["unseen" if not tiles else "one" if len(tiles) == 1 else "several"] += 1
         # Each m-block has a CTA of the preprocess and postprocess kernels; the others have none of a sequence's rows.
         assert [at for at in ctas if at in counted] == sorted(counted) and len(set(ctas)) == len(ctas), what
         # As many parts are waited for as there are blocks that anything is added to.
@@ -222,7 +222,7 @@ def test_what_is_counted_is_what_the_tiles_do(device: Callable[[list[str]], list
         # Each has a place of its own.
         assert len(places) == packed.heads * len(counted) == len(set(places)), what
         assert all(0 <= place < packed.places(block_m)[1] for place in places), what
-    assert min(seen[kind] for kind in ("unseen", "one", "several")) > 100, seen
+    assert min(kinds[kind] for kind in ("unseen", "one", "several")) > 100, kinds
 
 
 @pytest.mark.parametrize("sequences", [1, 32, 33, 70, 1100])

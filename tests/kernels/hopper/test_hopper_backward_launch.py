@@ -113,21 +113,21 @@ def test_a_call_like_an_earlier_one_is_told_the_same_but_for_addresses(
 ) -> None:
     problem = problem_of(**changes)
     config = backward.config_of(problem)
-    plan, found = gradient_plan(config, problem, monkeypatch)
+    plan, launched = gradient_plan(config, problem, monkeypatch)
     spaces = [torch.empty(plan.workspace.words) for _ in range(3)]
     calls = [gradient_tensors(problem), gradient_tensors(problem)]
 
     def told(
-        plan: backward_launch.PreparedBackward, found: list[SimpleNamespace], which: int, space: int
+        plan: backward_launch.PreparedBackward, launched: list[SimpleNamespace], which: int, space: int
     ) -> list[tuple[object, ...]]:
         monkeypatch.setattr(jit_launch, "allocator", lambda device: lambda *how: spaces[space])
-        found.clear()
+        launched.clear()
         plan.launch(calls[which])
-        return [(one.grid, one.block, one.shared, one.overlapped, bytes(one.params)) for one in found]
+        return [(one.grid, one.block, one.shared, one.overlapped, bytes(one.params)) for one in launched]
 
-    again = [told(plan, found, *call) for call in ((0, 0), (1, 1), (0, 2))]
+    again = [told(plan, launched, *call) for call in ((0, 0), (1, 1), (0, 2))]
     (launches,) = plan.kinds.values()
-    assert len(launches.launches) == len(found)
+    assert len(launches.launches) == len(launched)
     assert again[0] != again[1] != again[2] != again[0]
     fresh = [told(*gradient_plan(config, problem, monkeypatch), *call) for call in ((0, 0), (1, 1), (0, 2))]
     assert again == fresh
@@ -152,7 +152,7 @@ def test_other_strides_are_another_kind_and_threads_do_not_share(monkeypatch: py
 
 def test_a_given_dq_is_written_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of()
-    plan, found = gradient_plan(backward.config_of(problem), problem, monkeypatch)
+    plan, launched = gradient_plan(backward.config_of(problem), problem, monkeypatch)
     monkeypatch.setattr(jit_launch, "device_getter", lambda: lambda: 0)
     monkeypatch.setattr(
         jit_launch, "allocator",
@@ -164,8 +164,8 @@ def test_a_given_dq_is_written_where_it_lies(monkeypatch: pytest.MonkeyPatch) ->
     wide = torch.zeros(2, 1000, 24, 128, dtype=torch.bfloat16)
 
     def written() -> set[tuple[int, int, int, int]]:
-        told = {(one.params.dq, one.params.dq_batch, one.params.dq_row, one.params.dq_head) for one in found}
-        found.clear()
+        told = {(one.params.dq, one.params.dq_batch, one.params.dq_row, one.params.dq_head) for one in launched}
+        launched.clear()
         return told
 
     own, *_ = repeat(*call)
@@ -176,7 +176,7 @@ def test_a_given_dq_is_written_where_it_lies(monkeypatch: pytest.MonkeyPatch) ->
         assert dq is given and dk.shape == dv.shape == (2, 700, 4, 128)
         assert written() == {(given.data_ptr(), 1000 * 24 * 128, 24 * 128, 128)}
     unaligned = torch.zeros(2 * 1000 * 8 * 128 + 1, dtype=torch.bfloat16)[1:].view(2, 1000, 8, 128)
-    assert repeat(*call, unaligned) is None and not found
+    assert repeat(*call, unaligned) is None and not launched
 
 
 def test_an_operand_that_starts_anywhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

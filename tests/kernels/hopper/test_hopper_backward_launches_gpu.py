@@ -61,7 +61,7 @@ def test_graphs_replay_on_new_inputs(head_dim: int, features: tuple[str, ...]) -
     run(problem, inputs, what)  # compiles and loads
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)
+        gradients = hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)
     for seed in (1, 2, 3):
         other, new, given_then = drawn(seed)
         assert other == problem
@@ -70,11 +70,11 @@ def test_graphs_replay_on_new_inputs(head_dim: int, features: tuple[str, ...]) -
                 if isinstance(getattr(mine, name), torch.Tensor):
                     getattr(mine, name).copy_(getattr(theirs, name))
         expected = run(problem, new, given_then)
-        for t in found[:3]:
+        for t in gradients[:3]:
             t.fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
-        assert equal(found, expected, ("q", "k", "v", "sinks")), seed
+        assert equal(gradients, expected, ("q", "k", "v", "sinks")), seed
 
 
 @pytest.mark.gpu
@@ -201,7 +201,7 @@ def test_rows_of_no_sequence_have_no_gradient(
     """In memory that held NaN: rows after the last sequence, and those of sequences without keys or queries."""
     lengths = {"q": (300, 0, 17, 129, 1), "k": (200, 70, 0, 333, 5)}
     tail, heads, group = {"q": 75, "k": 500}, 6, 3
-    cus = {side: [0, *itertools.accumulate(found)] for side, found in lengths.items()}
+    cus = {side: [0, *itertools.accumulate(gradients)] for side, gradients in lengths.items()}
     size = {side: (cus[side][-1] + tail[side], heads // (1 if side == "q" else group), head_dim) for side in "qk"}
     q, k, v = (torch.randn(size[side], device=HERE, dtype=BF16) for side in "qkk")
     inputs = Inputs(
@@ -212,13 +212,13 @@ def test_rows_of_no_sequence_have_no_gradient(
     what = forwarded(problem, inputs)
     allocate = PreparedBackward.allocate
     monkeypatch.setattr(PreparedBackward, "allocate", lambda *given: tuple(t.fill_(math.nan) for t in allocate(*given)))
-    found = hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)
-    assert not any(torch.isnan(t).any() for t in found[:3])
+    gradients = hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)
+    assert not any(torch.isnan(t).any() for t in gradients[:3])
     for side, names in (("q", "q"), ("k", "kv")):
         for name in names:
-            assert not getattr(found, name)[cus[side][-1] :].any(), f"d{name} after the last sequence"
-    assert not found.q[cus["q"][2] : cus["q"][3]].any() and not found.k[cus["k"][1] : cus["k"][2]].any()
-    assert all(t[:200].any() for t in found[:3])
+            assert not getattr(gradients, name)[cus[side][-1] :].any(), f"d{name} after the last sequence"
+    assert not gradients.q[cus["q"][2] : cus["q"][3]].any() and not gradients.k[cus["k"][1] : cus["k"][2]].any()
+    assert all(t[:200].any() for t in gradients[:3])
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def test_narrow_heads_have_ping_pong_by_the_size_of_their_steps() -> None:
 
 def main_loop_rows(*kinds: str) -> list[tuple[AttentionProblem, dict[str, float]]]:
     """Problems whose main loops were timed, and how much faster than the choice of then each candidate was."""
-    found = []
+    rows = []
     for row in (
         row for run in json.loads(MAIN_LOOP.read_text())["runs"] for row in run["rows"] if row["kind"] in kinds
     ):
@@ -98,8 +98,8 @@ def main_loop_rows(*kinds: str) -> list[tuple[AttentionProblem, dict[str, float]
         heads_of = {"batch": int(batch), "heads": int(heads), "kv_heads": int(kv_heads or heads)}
         problem = problem_of(**dims, **lengths, **heads_of, window_right=0 if mask == "causal" else -1)
         medians = {name: statistics.median(times) for name, times in row["ms"].items()}
-        found.append((problem, {name: medians["base"] / median for name, median in medians.items()}))
-    return found
+        rows.append((problem, {name: medians["base"] / median for name, median in medians.items()}))
+    return rows
 
 
 def test_consumers_have_loops_of_their_own_where_that_was_faster() -> None:

@@ -160,19 +160,19 @@ class Cluster:
         self.blocks[1].next_full.complete(4)
 
     def load_rows(self, rank: int, name: str) -> Role:
-        block, made, tile = self.blocks[rank], 0, 0
+        block, loads, tile = self.blocks[rank], 0, 0
         while True:
             index, count = yield from self.record(rank, tile)
             if count == NO_TILE:
                 return
             for step in range(count):
-                stage = made % 2
-                yield block.empty[name][stage].wait(made // 2 + 1)
+                stage = loads % 2
+                yield block.empty[name][stage].wait(loads // 2 + 1)
                 block.full[name][stage].arrive(2)
                 for other in self.blocks:  # a half to both
                     self.events.append(partial(self._rows_come, other, name, stage, rank, (index, step)))
                 yield anytime
-                made += 1
+                loads += 1
             if name == "q" and rank == 0:
                 block.wanted.arrive()
             block.tile_empty[tile % 2].arrive()
@@ -259,34 +259,34 @@ class Cluster:
 
     def step(self, rank: int, number: int, turn: int, full_tiles: int, index: int, step: int) -> Role:
         block, stage, used = self.blocks[rank], turn % 2, turn + full_tiles
-        made = used + 1
-        held = [(index, step)] * 2
+        following = used + 1
+        expected = [(index, step)] * 2
 
         def rows(name: str) -> Role:
             yield block.full[name][stage].wait(turn // 2)
-            assert block.rows[name][stage] == held and block.keys == index
+            assert block.rows[name][stage] == expected and block.keys == index
             yield anytime
-            assert block.rows[name][stage] == held
+            assert block.rows[name][stage] == expected
 
         if number == 0:
             yield from rows("q")
-            yield self.free(block, made, full_tiles)
-            block.ds[made % 2][rank] = ("P", made)
-            block.p_full[made % 2].arrive()
+            yield self.free(block, following, full_tiles)
+            block.ds[following % 2][rank] = ("P", following)
+            block.p_full[following % 2].arrive()
             yield from rows("do")
         else:
             yield from rows("do")
-            yield block.p_full[made % 2].wait(made // 2)
-            assert block.ds[made % 2][rank] == ("P", made)
-            block.ds[made % 2][rank] = ("dS", made)
-            block.ds_full[made % 2].arrive(1)
-            self.events.append(partial(self._ds_comes, self.blocks[1 - rank], made, rank))
+            yield block.p_full[following % 2].wait(following // 2)
+            assert block.ds[following % 2][rank] == ("P", following)
+            block.ds[following % 2][rank] = ("dS", following)
+            block.ds_full[following % 2].arrive(1)
+            self.events.append(partial(self._ds_comes, self.blocks[1 - rank], following, rank))
             self.arrive_row("do", stage)
             yield from rows("q")
         yield from self.make_queries(block, used, ("zeros" if step == 0 else "dS", used), index)
         self.arrive("ds_empty", used % 2)
         name = ("do", "q")[number]
-        assert block.rows[name][stage] == held
+        assert block.rows[name][stage] == expected
         self.arrive_row(name, stage)
 
     def arrive_row(self, name: str, stage: int) -> None:

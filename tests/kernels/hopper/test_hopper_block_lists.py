@@ -122,9 +122,9 @@ def test_the_order_of_tiles_and_the_number_of_each_addition_to_a_block(case: Cas
     for b in range(batch):
         for tile_head in range(tile_heads):
             order, steps = lists.order[b, tile_head].unbind(-1)
-            own = range(heads) if heads == 1 else range(tile_head * case.group, (tile_head + 1) * case.group)
+            query_heads = range(heads) if heads == 1 else range(tile_head * case.group, (tile_head + 1) * case.group)
             assert sorted(order.tolist()) == list(range(tiles))
-            expected = lists.counts[b, list(own)].sum(0) * (case.group if heads == 1 else 1)
+            expected = lists.counts[b, list(query_heads)].sum(0) * (case.group if heads == 1 else 1)
             assert steps.tolist() == expected[order.long()].tolist()
             if not ranked:
                 assert steps.tolist() == sorted(expected.tolist(), reverse=True)
@@ -132,7 +132,7 @@ def test_the_order_of_tiles_and_the_number_of_each_addition_to_a_block(case: Cas
             assert lists.ranks is not None
             assert order.tolist() in (list(range(tiles)), list(range(tiles))[::-1])
             assert sum((2 * i - (tiles - 1)) * n for i, n in enumerate(steps.tolist())) <= 0
-            for h in own:
+            for h in query_heads:
                 before: Counter[int] = Counter()
                 for tile in order.tolist():
                     count = lists.counts[b, h, tile]

@@ -66,20 +66,20 @@ class Case:
     def _mask(self, generator: torch.Generator) -> tuple[Function, BlockMask]:
         document, lengths = self.document, (self.queries, self.keys)
         if self.mask == "documents":
-            shown: Function = lambda b, h, q, k: (document[q] == document[k]) & (q >= k)  # noqa: E731
-            return shown, create_block_mask(shown, None, None, *lengths, device="cuda", BLOCK_SIZE=self.block)
+            visible: Function = lambda b, h, q, k: (document[q] == document[k]) & (q >= k)  # noqa: E731
+            return visible, create_block_mask(visible, None, None, *lengths, device="cuda", BLOCK_SIZE=self.block)
         if self.mask == "by head":
-            shown = lambda b, h, q, k: ((q + h * 37) % 5 != 0) & ((k // 8) % (h + 2) != 1)  # noqa: E731
+            visible = lambda b, h, q, k: ((q + h * 37) % 5 != 0) & ((k // 8) % (h + 2) != 1)  # noqa: E731
             size = self.batch, self.heads
-            return shown, create_block_mask(shown, *size, *lengths, device="cuda", BLOCK_SIZE=self.block)
+            return visible, create_block_mask(visible, *size, *lengths, device="cuda", BLOCK_SIZE=self.block)
         density = 0.4 if self.mask == "blocks" else 0.04
         (rows, columns), (m, n) = (-(-a // b) for a, b in zip(lengths, self.block, strict=True)), self.block
         listed = torch.rand(1, self.heads, rows, columns, device="cuda", generator=generator) < density
         counts = listed.sum(-1, dtype=torch.int32)
         indices = torch.argsort(listed.int(), dim=-1, descending=True, stable=True).int()
-        shown = lambda b, h, q, k: listed[0, h, q // m, k // n]  # noqa: E731
+        visible = lambda b, h, q, k: listed[0, h, q // m, k // n]  # noqa: E731
         lists = torch.zeros_like(counts), indices, counts, indices
-        return shown, BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=self.block, mask_mod=noop_mask, seq_lengths=lengths)
+        return visible, BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=self.block, mask_mod=noop_mask, seq_lengths=lengths)
 
     @property
     def scale(self) -> float:
@@ -148,7 +148,7 @@ def test_the_deterministic_backward_repeats_its_bits(seed: int) -> None:
 
 
 def against_f64(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: str, shown: Function, mask: BlockMask
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: str, visibility: Function, mask: BlockMask
 ) -> None:
     """flex_attention of ``(b, h, s, d)`` tensors, and its gradients, next to f64 on the same operands."""
     n, m = q.shape[2], k.shape[2]
@@ -159,7 +159,7 @@ def against_f64(
     scores = wide[0] @ keys.mT * q.shape[3] ** -0.5
     function = SCORES[score]
     scores = scores if function is None else function(scores, *at)
-    scores = scores.masked_fill(~shown(*at).expand_as(scores), -torch.inf)
+    scores = scores.masked_fill(~visibility(*at).expand_as(scores), -torch.inf)
     wanted_lse = scores.logsumexp(-1)
     visible = wanted_lse.isfinite()
     expected = torch.exp(scores - wanted_lse[..., None]).nan_to_num(0.0) @ values
@@ -232,8 +232,9 @@ def test_scores_by_distance_and_a_captured_slope(lists: bool, head_dim: int, ste
     n, m = 900, 1100
     slopes = torch.tensor([steep, -steep, 0.0, steep / 3], device="cuda")
     limit = torch.full((n,), m - 3, device="cuda", dtype=torch.int32)  # a mask with it is no window
-    shown: Function = (lambda b, h, i, j: (i >= j - 40) & (j < limit[i])) if lists else (lambda b, h, i, j: i >= j - 40)
-    mask = create_flashlane_mask(shown, None, None, n, m, "cuda")
+    window: Function = lambda b, h, i, j: i >= j - 40  # noqa: E731
+    visible: Function = (lambda b, h, i, j: window(b, h, i, j) & (j < limit[i])) if lists else window
+    mask = create_flashlane_mask(visible, None, None, n, m, "cuda")
     assert (windows.NOTES.of(mask) is None) == lists
     q, k, v = (torch.randn(2, h, s, head_dim, device="cuda", dtype=torch.bfloat16) for h, s in ((4, n), (2, m), (2, m)))
 
@@ -243,7 +244,7 @@ def test_scores_by_distance_and_a_captured_slope(lists: bool, head_dim: int, ste
     at = tuple(torch.arange(size, device="cuda").view([-1 if i == axis else 1 for i in range(4)]) for axis, size in
                enumerate((2, 4, n, m)))  # fmt: skip
     keys, values = (t.double().repeat_interleave(2, 1) for t in (k, v))
-    scores = score(q.double() @ keys.mT * head_dim**-0.5, *at).masked_fill(~shown(*at).expand(2, 4, n, m), -torch.inf)
+    scores = score(q.double() @ keys.mT * head_dim**-0.5, *at).masked_fill(~visible(*at).expand(2, 4, n, m), -torch.inf)
     poison()
     out, lse = flex_attention(q, k, v, score, mask, None, True, True)
     wanted = torch.softmax(scores, -1) @ values
@@ -259,8 +260,8 @@ def test_tanh_with_lists_is_exact_in_both_directions(score: str, head_dim: int, 
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, h, 700, head_dim, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
     document = (torch.rand(700, device="cuda") < 0.01).int().cumsum(0).int()
-    shown: Function = lambda b, h, i, j: ((document[i] == document[j]) | (j < 9)) & (i >= j)  # noqa: E731
-    mask = create_flashlane_mask(shown, None, None, 700, 700, "cuda", block)
+    visible: Function = lambda b, h, i, j: ((document[i] == document[j]) | (j < 9)) & (i >= j)  # noqa: E731
+    mask = create_flashlane_mask(visible, None, None, 700, 700, "cuda", block)
     problem = problem_of(*(t.transpose(1, 2) for t in (q, k, v)), head_dim**-0.5)
     program = bind(SCORES[score], mask.mask_mod, q.device)[0]
     configs = (
@@ -270,7 +271,7 @@ def test_tanh_with_lists_is_exact_in_both_directions(score: str, head_dim: int, 
     for config in configs:
         assert "program::tanh(" in config.program and "approximate_tanh(" not in config.program
     assert configs[1].ping_pong == "off"
-    against_f64(q, k, v, score, shown, mask)
+    against_f64(q, k, v, score, visible, mask)
 
 
 @pytest.mark.parametrize("score", ["linear", "small tanh", "large tanh"])

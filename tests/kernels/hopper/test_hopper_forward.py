@@ -264,7 +264,7 @@ def test_splits_of_the_keys_are_combined_in_the_kernel(launches: Launches, monke
 @pytest.mark.parametrize("rows", [1, 100])
 def test_splits_are_as_many_as_are_asked_for(launches: Launches, rows: int) -> None:
     """Of the same tiles, whatever the batch; at most one an n-block."""
-    found: dict[int, set[tuple[int, HopperConfig]]] = {}
+    plans: dict[int, set[tuple[int, HopperConfig]]] = {}
     for batch, num_splits in itertools.product((1, 3, 40), (0, 1, 3, 8, 1000)):
         q, k = torch.zeros(batch, rows, 8, 128).half(), torch.zeros(batch, 1900, 2, 128).half()
         used = torch.full((batch,), 1900, dtype=torch.int32)
@@ -273,12 +273,12 @@ def test_splits_are_as_many_as_are_asked_for(launches: Launches, rows: int) -> N
         assert params.splits == plan.splits and plan.config.split == (plan.splits > 1)
         assert len(launches) == 1 + (plan.splits > 1 and not plan.config.combine_in_kernel)
         launches.clear()
-        found.setdefault(num_splits, set()).add((plan.splits, plan.config))
-    assert len(found[0]) > 1  # without being asked for they follow the batch
+        plans.setdefault(num_splits, set()).add((plan.splits, plan.config))
+    assert len(plans[0]) > 1  # without being asked for they follow the batch
     for num_splits, wanted in ((1, 1), (3, 3), (8, 8)):
-        ((splits, _),) = found[num_splits]
+        ((splits, _),) = plans[num_splits]
         assert splits == wanted
-    ((splits, config),) = found[1000]
+    ((splits, config),) = plans[1000]
     assert splits == -(-1900 // config.block_n)
 
 

@@ -125,7 +125,7 @@ CASES = list(features().forward_cases())
 
 
 def dense(
-    sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, sinks: bool = False, **asked: object
+    sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, sinks: bool = False, **options: object
 ) -> tuple[AttentionProblem, Inputs]:
     """Random tensors of batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v."""
     batch, heads, kv_heads, rows, keys, head_dim, head_dim_v = sizes
@@ -137,7 +137,7 @@ def dense(
     more = {"sinks": normal(heads).float()} if sinks else {}
     q, k = normal(batch, rows, heads, head_dim), normal(batch, keys, kv_heads, head_dim)
     inputs = Inputs(q, k, normal(batch, keys, kv_heads, head_dim_v), **more)
-    return AttentionProblem.from_inputs(inputs, **asked), inputs
+    return AttentionProblem.from_inputs(inputs, **options), inputs
 
 
 def assert_alike(one: tuple[torch.Tensor, torch.Tensor], two: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -262,10 +262,10 @@ def test_splits_are_combined_alike_in_the_kernel_and_after_it(sizes: tuple[int, 
     after = replace(KERNEL.config(problem), combine_in_kernel=False)
     assert after.split
     within = replace(after, combine_in_kernel=True)
-    found = run(problem, inputs, within)
-    assert_right(problem, inputs, *found)
-    assert_alike(found, run(problem, inputs, after))
-    out, lse = torch.empty_like(found[0]), torch.empty_like(found[1])
+    results = run(problem, inputs, within)
+    assert_right(problem, inputs, *results)
+    assert_alike(results, run(problem, inputs, after))
+    out, lse = torch.empty_like(results[0]), torch.empty_like(results[1])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(2):
@@ -275,8 +275,8 @@ def test_splits_are_combined_alike_in_the_kernel_and_after_it(sizes: tuple[int, 
         graph.replay()
         eager = run(problem, inputs, within)
         torch.cuda.synchronize()
-        assert_alike(found, (out, lse))
-        assert_alike(found, eager)
+        assert_alike(results, (out, lse))
+        assert_alike(results, eager)
 
 
 @pytest.mark.gpu

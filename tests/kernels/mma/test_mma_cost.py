@@ -109,7 +109,7 @@ def test_where_nothing_is_known_the_table_decides() -> None:
 
 
 def test_coefficients_are_those_of_shapes_that_exist() -> None:
-    known, shared = cost.coefficients()
+    coefficients, shared = cost.coefficients()
     names = {
         cost.name_of(head_dim, variant, shape)
         for head_dim in cost.CLASSES
@@ -117,11 +117,11 @@ def test_coefficients_are_those_of_shapes_that_exist() -> None:
         for few in (False, True)
         for shape in variant.shapes(problem(head_dim=head_dim), few)
     }
-    assert set(known) <= names and len(known) > 25
+    assert set(coefficients) <= names and len(coefficients) > 25
     assert all(
-        min(timed.one.tile, timed.one.block, timed.one.masked) > 0 and timed.resident for timed in known.values()
+        min(timed.one.tile, timed.one.block, timed.one.masked) > 0 and timed.resident for timed in coefficients.values()
     )
-    assert all(0 < timed.fixed <= 1 for timed in known.values()) and "launch" in shared
+    assert all(0 < timed.fixed <= 1 for timed in coefficients.values()) and "launch" in shared
 
 
 def test_times_are_foretold_only_where_they_were_taken_and_explain_shows_them() -> None:

@@ -303,18 +303,18 @@ def test_splits_that_are_asked_for() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("asked", [1, 2, 3, 50])
-def test_keys_are_split_as_asked(asked: int) -> None:
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 50])
+def test_keys_are_split_as_asked(num_splits: int) -> None:
     from flashlane.kernels.triton import forward
 
     inputs = Inputs(*(torch.randn(2, n, h, 32) for n, h in ((3, 4), (250, 2), (250, 2))))
-    problem = AttentionProblem.from_inputs(inputs, causal=True, num_splits=asked)
+    problem = AttentionProblem.from_inputs(inputs, causal=True, num_splits=num_splits)
     out, lse = torch.full((2, 3, 4, 32), torch.nan), torch.full((2, 4, 3), torch.nan)
     forward.clear()
     KERNEL.forward(problem, inputs, out, lse)
     (plan,) = forward._prepared.values()
-    assert plan.splits == min(asked, -(-250 // plan.forward.arguments["BN"]))
-    assert (plan.combine is not None) == (asked > 1)
+    assert plan.splits == min(num_splits, -(-250 // plan.forward.arguments["BN"]))
+    assert (plan.combine is not None) == (num_splits > 1)
     want_out, want_lse = reference_attention(problem, inputs, torch.float64)
     torch.testing.assert_close(out.double(), want_out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)

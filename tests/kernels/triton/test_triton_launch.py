@@ -145,8 +145,8 @@ def launched_by(
     monkeypatch: pytest.MonkeyPatch, found: DriverLaunch | None
 ) -> tuple[launch.Launch, list[Any], list[Any]]:
     """A launch whose kernel is there, with what asks for its plan, and what goes through Triton's launcher."""
-    asked, through_triton = [], []
-    monkeypatch.setattr(launch, "plan_of", lambda *given: asked.append(given) or found)
+    plan_calls, through_triton = [], []
+    monkeypatch.setattr(launch, "plan_of", lambda *given: plan_calls.append(given) or found)
     made = compiled()
     made.run, made.packed_metadata = lambda *given: through_triton.append(given), ()
     active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
@@ -156,7 +156,7 @@ def launched_by(
     monkeypatch.setattr(launch, "knobs", types.SimpleNamespace(runtime=compiles))
     kernel = launch.Launch(None, (2, 3), ARGUMENTS, {})
     monkeypatch.setattr(kernel, "_compile", lambda *given: made)
-    return kernel, asked, through_triton
+    return kernel, plan_calls, through_triton
 
 
 def test_a_kernel_that_is_tritons_to_launch_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +181,8 @@ def test_a_launch_is_made_once_and_used_again(driver: Driver, monkeypatch: pytes
 def test_on_a_gpu_later_calls_go_past_triton_and_give_the_bits_of_the_first(
     monkeypatch: pytest.MonkeyPatch, seqlen: int
 ) -> None:
-    made: list[DriverLaunch | None] = []
-    monkeypatch.setattr(launch, "plan_of", lambda *given: made.append(plan_of(*given)) or made[-1])
+    plans: list[DriverLaunch | None] = []
+    monkeypatch.setattr(launch, "plan_of", lambda *given: plans.append(plan_of(*given)) or plans[-1])
     monkeypatch.setattr(forward, "_prepared", {})
     monkeypatch.setattr(backward, "_prepared", {})
     q, k, v, grad = (torch.randn(1, seqlen, 3, 64, device="cuda") for _ in range(4))
@@ -191,6 +191,6 @@ def test_on_a_gpu_later_calls_go_past_triton_and_give_the_bits_of_the_first(
         leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
         out = flashlane.flash_attn_func(*leaves, causal=True, kernel="triton")
         found.append([out, *torch.autograd.grad(out, leaves, grad)])
-    assert len(made) >= 3 and None not in made  # the forward, and at least two kernels of the backward
+    assert len(plans) >= 3 and None not in plans  # the forward, and at least two kernels of the backward
     for again in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))

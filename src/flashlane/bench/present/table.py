@@ -137,8 +137,8 @@ def print_families(usages: Sequence[Usage], console: Console) -> None:
 
     def span(field: str) -> Any:
         def cell(item: tuple[str, list[Usage]]) -> str:
-            found = [value for usage in compiled(item) if (value := getattr(usage, field)) is not None]
-            return _range(found).replace(" to ", "–") if found else NONE
+            values = [value for usage in compiled(item) if (value := getattr(usage, field)) is not None]
+            return _range(values).replace(" to ", "–") if values else NONE
 
         return cell
 
@@ -151,9 +151,9 @@ def print_families(usages: Sequence[Usage], console: Console) -> None:
         Column("CTA/SM", span("blocks"), drop=2),
         Column("left out", lambda item: str(sum(bool(usage.reason) for usage in item[1])), drop=3),
     ]
-    for (arch, problem), found in groups.items():
+    for (arch, problem), by_family in groups.items():
         title = f"compiled for {arch}" + (f": {problem}" if problem else "")
-        items, name = list(found.items()), (lambda item: item[0])
+        items, name = list(by_family.items()), (lambda item: item[0])
         console.print(make_table(items, columns, title, console.width, head="family", name=name))
         errors = [(usage.name, usage.error) for usage in usages if usage.error and usage.arch == arch]
         print_reasons(errors, "error", console, "bold red")

@@ -418,7 +418,7 @@ def _launch(
     reach = apart * max(tile.bm, tile.bn)
     if descriptors:  # of what a kernel does not read, it needs no variants
         common = {**common, **dict.fromkeys(sides, 0), "UNIT": 1}
-    given = {
+    values = {
         **dict.fromkeys(tensors),
         **common,
         **of_kernel,
@@ -430,7 +430,7 @@ def _launch(
         "WIDE": reach >= MAX_OFFSET and not descriptors,
         "HEADS_FIRST": configs.heads_first(problem),
     }
-    arguments = {name: given[name] for name in function.arg_names}
+    arguments = {name: values[name] for name in function.arg_names}
     return launch.Launch(function, (programs,), arguments, tile.options())
 
 

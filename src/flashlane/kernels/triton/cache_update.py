@@ -179,7 +179,7 @@ def update_cache(
         if head + tile == 0:
             tl.store(seqused + b, tl.minimum(length + seqlen_new, capacity))
     else:
-        asked = i < seqlen_q
+        has_query = i < seqlen_q
         position = length + i if ADVANCE else length + i * 0
         position = tl.maximum(tl.minimum(position, seqlen_ro - 1), 0)
         q_offset = (head - kv_heads).to(tl.int64)
@@ -187,7 +187,7 @@ def update_cache(
         q_new = rotated(
             q + (sequence * q_stride_batch + q_offset * q_stride_head) * UNIT,
             q_rows,
-            asked,
+            has_query,
             position,
             cos,
             sin,
@@ -201,7 +201,7 @@ def update_cache(
             WIDE,
         )
         q_columns = tl.arange(0, DB)
-        q_mask = asked[:, None] & (q_columns < D)[None, :]
+        q_mask = has_query[:, None] & (q_columns < D)[None, :]
         q_to = q_out + ((sequence * seqlen_q + i) * heads + q_offset) * D
         tl.store(q_to[:, None] + q_columns[None, :], q_new, mask=q_mask)
 
