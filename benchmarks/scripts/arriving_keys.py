@@ -29,6 +29,7 @@ import torch
 from gpu_run import run_parts
 
 from flashlane import jit
+from flashlane.bench.measure.timing import SteadyClock
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import Arriving
 from flashlane.distributed.blocks import Block
@@ -346,16 +347,12 @@ TIMED = {"8k": 16384, "4k": 8192}
 def microseconds(calls: dict[str, Callable[[], None]], rounds: int = 7, count: int = 20) -> dict[str, float]:
     """Of each call: medians over rounds in which each is timed in turn."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    clock = SteadyClock()
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(2_000_000)  # the host is ahead
-            start.record()
-            for _ in range(count):
-                call()
-            stop.record()
             torch.cuda.synchronize()
-            samples[name].append(start.elapsed_time(stop) * 1e3 / count)
+            torch.cuda._sleep(2_000_000)  # the host is ahead
+            samples[name].append(clock.time(call, count)[0] * 1e3)
     return {name: round(statistics.median(times[1:]), 1) for name, times in samples.items()}
 
 

@@ -10,7 +10,8 @@ time: for each problem and round the order of the two is drawn, each runs the ca
 before it is timed, and device events time ``--timed`` milliseconds of calls of the public function, replayed from a
 CUDA graph where it can be captured; with ``--eager`` none is, so that the host counts too. A problem whose median is
 behind by more than ``--again`` is timed for three times as many further rounds. With ``--kernels`` a row also has the
-microseconds of each kernel of a call, so that a loss can be traced to one.
+microseconds of each kernel of a call, so that a loss can be traced to one. The script has a clock of its own, because
+the bench's timer is a part of each tree: it may differ between them, and an old tree may lack it.
 
 Results of both trees are compared bit by bit (not dQ, which is summed in any order), and where bits differ by random
 projections, which estimate ‖a − b‖ / ‖b‖. Exit status 1 when results differ by more than rounding, when a problem is

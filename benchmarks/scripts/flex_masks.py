@@ -27,6 +27,7 @@ from torch.nn.attention import flex_attention as torch_flex
 import flashlane
 from flashlane import bench
 from flashlane.bench.measure.environment import environment
+from flashlane.bench.measure.timing import SteadyClock
 from flashlane.flex import blocks, masks
 from flashlane.flex.bind import bind
 
@@ -160,16 +161,9 @@ def device_microseconds(build: Callable[[], Any]) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = build()
-    graph.replay()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(50):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
+    (milliseconds,) = SteadyClock().time(graph.replay, 50)
     del kept
-    return begin.elapsed_time(end) * 1000 / 50
+    return milliseconds * 1000
 
 
 def synchronize() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import math
-import random
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ import torch
 from gpu_run import device_or_exit, options, run_parts
 
 from flashlane import jit
+from flashlane.bench.measure.timing import SteadyClock, drawn_order
 from flashlane.core.problem import AttentionProblem, CallOptions
 from flashlane.distributed import launches as rank_launches
 from flashlane.distributed.attend import Partial, Settings
@@ -285,23 +285,13 @@ def heated(
     products of matrices. So each call comes after so many milliseconds of ``heat``.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    order = random.Random(7)
-
-    def timed(call: Callable[[], object], count: int) -> float:
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(count):
-            call()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) / count
-
-    once = {name: min(timed(call, 1) for _ in range(2)) for name, call in (*calls.items(), ("", heat))}
-    for _ in range(rounds):
-        for name in order.sample(sorted(calls), len(calls)):
-            for _ in range(max(1, round(heat_ms / once[""]))):
-                heat()
-            samples[name].append(timed(calls[name], max(2, round(15.0 / once[name]))))
+    names, clock = sorted(calls), SteadyClock()
+    once = {name: clock.time(call, 1)[0] for name, call in (*calls.items(), ("", heat))}
+    for _, index in drawn_order(len(names), rounds, seed=7):
+        for _ in range(max(1, round(heat_ms / once[""]))):
+            heat()
+        name = names[index]
+        samples[name] += clock.time(calls[name], max(2, round(15.0 / once[name])))
     return {name: statistics.median(each) for name, each in samples.items()}
 
 

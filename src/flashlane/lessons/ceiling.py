@@ -121,7 +121,11 @@ def mma_ceiling(
 
 
 def _times(call: Callable[[], torch.Tensor], count: int) -> list[float]:
-    """Milliseconds of each of ``count`` calls, back to back."""
+    """Milliseconds of each of ``count`` calls, back to back.
+
+    The bench's timer has no such clock: under load each call of a series is timed, so that a GPU that lowers its clock
+    rate shows it. The bench also imports this package, and not the other way round.
+    """
     device = call().device
     with torch.cuda.device(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]

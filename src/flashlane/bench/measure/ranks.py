@@ -7,7 +7,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -19,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from flashlane import flash_attn_func, flash_attn_varlen_func
+from flashlane.bench.measure.timing import HostClock, SteadyClock
 from flashlane.core.arch import DTYPE_NAMES
 from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func, shard_sequence
 from flashlane.distributed.comm import Ranks, start
@@ -134,21 +134,8 @@ def milliseconds(calls: dict[str, Call], device: torch.device, rounds: int = ROU
 def _slowest(call: Call, count: int, device: torch.device) -> float:
     call()
     dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            call()
-        stop.record()
-        stop.synchronize()
-        ms = start.elapsed_time(stop) / count
-    else:
-        began = time.perf_counter()
-        for _ in range(count):
-            call()
-        ms = (time.perf_counter() - began) * 1e3 / count
-    worst = torch.tensor([ms], device=device)
+    clock = SteadyClock() if device.type == "cuda" else HostClock()
+    worst = torch.tensor([statistics.fmean(clock.time(call, count))], device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return float(worst)
 
