@@ -37,7 +37,7 @@ from flashlane.core import registry
 from flashlane.core.dispatch import backward_choices, select_backward
 from flashlane.core.problem import AttentionProblem, Inputs
 
-FORMAT = "flashlane-hopper-backward/2"
+FORMAT = "flashlane-hopper-backward/3"
 TAG = "hopper(wgmma+tma)"
 BACKWARD = "hopper"
 """The backward that must run after it."""
@@ -55,7 +55,7 @@ class Group:
     """Cells with one target."""
 
     about: str
-    asked: float
+    required: float
     """Least ratio of every cell."""
     mean: float | None = None
     """Least geometric mean of the ratios."""
@@ -136,11 +136,11 @@ def declined(problem: AttentionProblem) -> str | None:
     reason = kernel.supports(problem)
     if reason is not None:
         return f"{TAG}: {reason}"
-    asked = replace(problem, needs_grad=True)
-    chosen = select_backward(asked, kernel).tag
+    of = replace(problem, needs_grad=True)
+    chosen = select_backward(of, kernel).tag
     if chosen == BACKWARD:
         return None
-    reasons = {choice.tag: choice.reason for choice in backward_choices(asked, kernel)}
+    reasons = {choice.tag: choice.reason for choice in backward_choices(of, kernel)}
     known = reasons.get(BACKWARD, "there is none of that name")
     return f"the {chosen} backward would run, not {BACKWARD}: {known or 'it is ranked lower'}"
 
@@ -175,7 +175,7 @@ def judged(cell: Cell, problem: AttentionProblem, results: Results | None, reaso
     """Times, rates and the ratio to the fastest peer, and why what has no time has none."""
     names = {TAG: OURS, **{tag: name for name, tag in PEER_TAGS.items()}}
     row: Row = {"name": cell.name, "group": cell.group, "direction": cell.direction, "problem": problem.describe()}
-    row |= {"asked": GROUPS[cell.group].asked, "ratio": None, "best_peer": None, "met": False, "cost": None}
+    row |= {"required": GROUPS[cell.group].required, "ratio": None, "best_peer": None, "met": False, "cost": None}
     fields = figures(results, names)
     if reason is not None:
         fields["absent"][OURS] = reason
@@ -185,7 +185,7 @@ def judged(cell: Cell, problem: AttentionProblem, results: Results | None, reaso
     if OURS in ms and others:
         best = min(others, key=others.get)
         row |= {"best_peer": best, "ratio": others[best] / ms[OURS]}
-        row["met"] = row["ratio"] >= row["asked"]
+        row["met"] = row["ratio"] >= row["required"]
     if OURS in ms and free:
         row["cost"] = ms[OURS] / free - 1
     return row | fields
@@ -196,27 +196,27 @@ def line(row: Row) -> str:
     figures = "  ".join(f"{name} {rate:5.1f}" for name, rate in row["tflops"].items())
     verdict = "no ratio"
     if row["ratio"] is not None:
-        verdict = f"{row['ratio']:.3f} of {row['best_peer']} {'pass' if row['met'] else 'MISS'} {row['asked']:.2f}"
+        verdict = f"{row['ratio']:.3f} of {row['best_peer']} {'pass' if row['met'] else 'MISS'} {row['required']:.2f}"
     cost = "" if row["cost"] is None else f", determinism costs {100 * row['cost']:.1f} %"
     absent = "".join(f"; no {name}: {why[:70]}" for name, why in row["absent"].items())
     return f"{row['name']:<46} {figures}  {verdict}{cost}{absent}"
 
 
 def judge(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Every target, over the cells that were measured: what it asks, the least or mean found, and whether it is met."""
+    """Every target over the cells that were measured: the required and the measured figure, and whether it is met."""
     targets = []
 
-    def add(target: str, asked: float, values: Sequence[float], found: Callable[[Sequence[float]], float]) -> None:
-        value = found(values) if values else None
+    def add(target: str, required: float, values: Sequence[float], pick: Callable[[Sequence[float]], float]) -> None:
+        value, cells = pick(values) if values else None, len(values)
         targets.append(
-            {"target": target, "asked": asked, "cells": len(values), "found": value, "met": met(value, asked)}
+            {"target": target, "required": required, "cells": cells, "measured": value, "met": met(value, required)}
         )
 
     for name, group in GROUPS.items():
         for direction in DIRECTIONS:
             own = [row for row in rows if row["group"] == name and row["direction"] == direction]
             ratios = [row["ratio"] for row in own if row["ratio"] is not None]
-            add(f"{group.about}, {direction}: least ratio", group.asked, ratios, min)
+            add(f"{group.about}, {direction}: least ratio", group.required, ratios, min)
             if group.mean is not None:
                 add(f"{group.about}, {direction}: mean ratio", group.mean, ratios, geometric_mean)
     fast = [row for row in rows if row["name"].startswith(FAST_CELL) and row["direction"] == "backward"]
@@ -225,14 +225,14 @@ def judge(rows: Sequence[Row]) -> list[dict[str, object]]:
     costs = [row["cost"] for row in rows if row["cost"] is not None and row["direction"] == "backward"]
     worst = max(costs) if costs else None
     targets.append({
-        "target": "deterministic, backward: highest cost", "asked": COST, "cells": len(costs), "found": worst,
+        "target": "deterministic, backward: highest cost", "required": COST, "cells": len(costs), "measured": worst,
         "met": worst is not None and worst <= COST,
     })  # fmt: skip
     return targets
 
 
-def met(value: float | None, asked: float) -> bool:
-    return value is not None and value >= asked
+def met(value: float | None, required: float) -> bool:
+    return value is not None and value >= required
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -242,9 +242,9 @@ def geometric_mean(values: Sequence[float]) -> float:
 def summary(targets: Sequence[dict[str, object]]) -> Iterator[str]:
     """A line a target."""
     for target in targets:
-        found = "not measured" if target["found"] is None else f"{target['found']:8.3f}"
-        verdict = "" if target["found"] is None else "pass" if target["met"] else "MISS"
-        yield f"{target['target']:<58} {target['cells']:3d} cells  {found} of {target['asked']:g}  {verdict}"
+        value = "not measured" if target["measured"] is None else f"{target['measured']:8.3f}"
+        verdict = "" if target["measured"] is None else "pass" if target["met"] else "MISS"
+        yield f"{target['target']:<58} {target['cells']:3d} cells  {value} of {target['required']:g}  {verdict}"
 
 
 def saved_rows(path: Path, device: torch.device) -> dict[str, Row]:

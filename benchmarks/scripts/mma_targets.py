@@ -24,7 +24,7 @@ from flashlane.bench.measure.results import Results, check_writable, write_atomi
 from flashlane.core import registry
 from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 
-FORMAT = "flashlane-mma-targets/2"
+FORMAT = "flashlane-mma-targets/3"
 TOKENS, WIDTH = 16384, 2048
 """B·N and H·D of the problems at D 64 and 128."""
 DESIGNS = ({"split-q"}, {"split-q", "share-kv"})
@@ -38,17 +38,17 @@ class Target:
     name: str
     problem: AttentionProblem
     peer: str
-    asked: float
+    required: float
 
 
 @dataclass
 class Measured:
-    """What was found for a target; the ratio is None where the tags or the peer did not run."""
+    """What was measured for a target; the ratio is None where the tags or the peer did not run."""
 
     name: str
     problem: str
     peer: str
-    asked: float
+    required: float
     peer_ms: float | None = None
     tag: str | None = None
     ms: float | None = None
@@ -99,7 +99,7 @@ def tags_for(target: Target, words: Sequence[str]) -> list[str]:
 
 def judged(target: Target, results: Results) -> Measured:
     """The fastest tag over the peer."""
-    measured = Measured(target.name, target.problem.describe(), target.peer, target.asked)
+    measured = Measured(target.name, target.problem.describe(), target.peer, target.required)
     for row in results.rows:
         if row.timing is None:
             measured.failed[row.tag] = f"{row.status}: {row.message}"
@@ -113,21 +113,21 @@ def judged(target: Target, results: Results) -> Measured:
     measured.failed |= {item.tag: item.reason for item in results.skipped}
     if measured.ms and measured.peer_ms:
         measured.ratio = measured.peer_ms / measured.ms
-        measured.met = measured.ratio >= target.asked
+        measured.met = measured.ratio >= target.required
     return measured
 
 
 def table(rows: Sequence[Measured]) -> Iterator[str]:
     """One line a target, then how many were met."""
-    yield f"{'target':<26}{'ratio':>7} {'asked':>5}       {'ms':>9} {'±%':>5} {'TFLOP/s':>7}  fastest tag, against"
+    yield f"{'target':<26}{'ratio':>7} {'required':>8}       {'ms':>9} {'±%':>5} {'TFLOP/s':>7}  fastest tag, against"
     for item in rows:
         if item.ratio is None:
             reasons = "; ".join(dict.fromkeys(item.failed.values())) or "no tag"
-            yield f"{item.name:<26}      – {item.asked:5.2f} not run: {reasons}"[:160]
+            yield f"{item.name:<26}      – {item.required:5.2f} not run: {reasons}"[:160]
             continue
         verdict = "pass" if item.met else "MISS"
         speed = f"{item.ms:9.4f} {50 * item.spread:5.1f} {item.tflops:7.1f}"
-        yield f"{item.name:<26}{item.ratio:7.3f} {item.asked:5.2f} {verdict} {speed}  {item.tag}, {item.peer}"
+        yield f"{item.name:<26}{item.ratio:7.3f} {item.required:5.2f} {verdict} {speed}  {item.tag}, {item.peer}"
     ratios = [item.ratio for item in rows if item.ratio is not None]
     line = f"{sum(item.met for item in rows)} of {len(rows)} targets met"
     yield line + (
@@ -154,7 +154,7 @@ def main() -> int:
     with Bar(len(chosen)) as reporter:
         for seed, target in enumerate(chosen):
             if not tags[target.name]:
-                rows.append(Measured(target.name, target.problem.describe(), target.peer, target.asked))
+                rows.append(Measured(target.name, target.problem.describe(), target.peer, target.required))
                 continue
             peers = bench.select_peers(target.peer)
             selection = bench.Selection(tags=tuple(tags[target.name]), peers=peers, accumulate_f32=True)

@@ -285,7 +285,7 @@ def targets(result: Result) -> str:
         tag = f"`{target['tag']}`" if target["tag"] else "not run"
         figures = (significant(target["ms"]), number(target["tflops"], 1), *((share(target),) if shares else ()))
         rows.append(
-            (target["problem"], target["peer"], number(target["ratio"], 3), target["asked"], verdict, *figures, tag)
+            (target["problem"], target["peer"], number(target["ratio"], 3), target["required"], verdict, *figures, tag)
         )
     met = sum(target["met"] for target in result["targets"])
     return table(head, rows) + f"\n{met} of {len(rows)} targets met.\n"
@@ -375,13 +375,13 @@ def hopper_rows(result: Result) -> str:
 
 def hopper_targets(result: Result) -> str:
     """A line a target of the whole run."""
-    head = ("target", "problems:", "asked:", "found:", "")
+    head = ("target", "problems:", "required:", "measured:", "")
     rows = [
         (
             row["target"],
             row["cells"],
-            f"{row['asked']:g}",
-            number(row["found"], 3),
+            f"{row['required']:g}",
+            number(row["measured"], 3),
             "met" if row["met"] else "**missed**",
         )
         for row in result["targets"]
@@ -523,7 +523,7 @@ def flex_masks(result: Result) -> str:
 
 
 def flex_speed(result: Result) -> str:
-    """A line a cell and direction: TFLOP/s of visible pairs of all that ran it, and what was asked and missed."""
+    """A line a cell and direction: TFLOP/s of visible pairs of all that ran it, and which targets were missed."""
     names = list(dict.fromkeys(name for row in result["rows"] for name in row.get("tflops") or {}))
     rows = []
     for row in result["rows"]:

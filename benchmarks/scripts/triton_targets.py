@@ -26,7 +26,7 @@ from flashlane.bench.measure.results import Results, check_writable, write_atomi
 from flashlane.core import registry
 from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 
-FORMAT = "flashlane-triton-targets/2"
+FORMAT = "flashlane-triton-targets/3"
 TAG = "triton"
 TOKENS, WIDTH = 16384, 2048
 """B·N and H·D of the bf16 problems."""
@@ -47,12 +47,12 @@ class Target:
 
 @dataclass
 class Measured:
-    """What was found for a target."""
+    """What was measured for a target."""
 
     name: str
     problem: str
     peer: str
-    asked: float = TARGET
+    required: float = TARGET
     ms: float | None = None
     spread: float | None = None
     tflops: float | None = None
@@ -97,7 +97,7 @@ def judged(target: Target, results: Results) -> Measured:
     measured.failed |= {item.tag: item.reason for item in results.skipped}
     if measured.ms:
         measured.ratios = {tag: ms / measured.ms for tag, ms in measured.peers.items()}
-        measured.met = measured.ratios.get(target.peer, 0.0) >= measured.asked
+        measured.met = measured.ratios.get(target.peer, 0.0) >= measured.required
     return measured
 
 

@@ -120,9 +120,9 @@ def test_the_share_of_the_ceiling_is_a_column_where_it_was_measured(script, tmp_
     rows = [row("mma(naive)", 80.0), row("mma(split-q+acc-f32+stage1)", 2.0, mma_ceiling=0.564), row("(flash)", 1.2)]
     lines = lines_of(tables.bench_tables(write(tmp_path, "x", {"format": "flashlane-bench/1", "rows": rows}), "ladder"))
     assert [line[-1] for line in lines] == ["–", "56", ""] and {len(line) for line in lines} == {9}
-    target = {"problem": "P", "peer": "(flash)", "asked": 1.1, "ratio": 1.2, "met": True, "tag": "mma(x)", "ms": 2.0}
+    target = {"problem": "P", "peer": "(flash)", "required": 1.1, "ratio": 1.2, "met": True, "tag": "mma(x)", "ms": 2.0}
     targets = [target | {"tflops": 300.0, "mma_ceiling": 0.5}, target | {"tflops": 300.0}]
-    path = write(tmp_path, "b", {"format": "flashlane-mma-targets/2", "targets": targets})
+    path = write(tmp_path, "b", {"format": "flashlane-mma-targets/3", "targets": targets})
     assert [line[-2:] for line in lines_of(tables.bench_tables(path))] == [["50", "`mma(x)`"], ["–", "`mma(x)`"]]
 
 
@@ -178,7 +178,7 @@ def test_triton_bars_become_a_table(script, tmp_path):
         {"name": "b", "ms": 4.0, "tflops": 100.0, "ratios": {"(flex)": 0.9}, "met": False},
         {"name": "c", "ms": None, "tflops": None, "ratios": {}, "met": False},
     ]
-    path = write(tmp_path, "x", {"format": "flashlane-triton-targets/2", "targets": targets})
+    path = write(tmp_path, "x", {"format": "flashlane-triton-targets/3", "targets": targets})
     text = script("readme_tables").bench_tables(path)
     assert lines_of(text) == [
         ["a", "2", "300.0", "1.500", "1.200", "met"],
@@ -204,8 +204,8 @@ HOPPER_ROWS = [
 
 
 def test_hopper_results_become_tables(script, tmp_path):
-    target = {"target": "least", "cells": 2, "asked": 1.0, "found": 0.8, "met": False}
-    result = {"format": "flashlane-hopper-backward/2", "rows": HOPPER_ROWS, "targets": [target]}
+    target = {"target": "least", "cells": 2, "required": 1.0, "measured": 0.8, "met": False}
+    result = {"format": "flashlane-hopper-backward/3", "rows": HOPPER_ROWS, "targets": [target]}
     path, tables = write(tmp_path, "hopper_backward", result), script("readme_tables")
     grid = tables.bench_tables(path, "grid-backward")
     assert lines_of(grid) == [["D64 full", "400 / – / 500 / – **0.80**", "500 / – / 400 / – **1.25**"]]
@@ -220,7 +220,7 @@ def test_hopper_results_become_tables(script, tmp_path):
     ]
     assert lines_of(tables.bench_tables(path, "targets")) == [["least", "2", "1", "0.800", "**missed**"]]
     targets = [{"ratios": {"(flex)": 2.0}}]
-    write(tmp_path, "triton_targets", {"format": "flashlane-triton-targets/2", "targets": targets})
+    write(tmp_path, "triton_targets", {"format": "flashlane-triton-targets/3", "targets": targets})
     standing = {tuple(line[:3]): line[3:] for line in lines_of(tables.standing(tmp_path))}
     assert standing["`hopper`, backward", "FlashAttention-4", "4"][:1] == ["2"]
     assert standing["`hopper`, forward and backward", "FlashAttention-4", "1"] == ["1", "1.12", "1.12", "1.12"]
@@ -297,14 +297,14 @@ def test_targets_conflicts_and_ceilings_become_tables(script, tmp_path):
     target = {
         "problem": "P",
         "peer": "(flash)",
-        "asked": 1.1,
+        "required": 1.1,
         "ratio": 1.0876,
         "met": False,
         "tag": "mma(x)",
         "ms": 2.0,
     }
     targets = [target | {"tflops": 300.0}, target | {"ratio": None, "tag": None, "ms": None, "tflops": None}]
-    text = tables.bench_tables(write(tmp_path, "b", {"format": "flashlane-mma-targets/2", "targets": targets}))
+    text = tables.bench_tables(write(tmp_path, "b", {"format": "flashlane-mma-targets/3", "targets": targets}))
     assert lines_of(text) == [
         ["P", "(flash)", "1.088", "1.1", "**missed**", "2", "300.0", "`mma(x)`"],
         ["P", "(flash)", "–", "1.1", "", "–", "–", "not run"],
@@ -402,14 +402,13 @@ def test_baseline_summary_names_the_fastest_of_each_design(script):
 def test_every_bar_of_the_issue_is_a_goal(script):
     targets = script("mma_targets").targets("sm_90a")
     flash = [target for target in targets if target.peer == "(flash)"]
-    assert len(flash) == 2 * 4 * 2 * 2 and {target.asked for target in flash} == {1.10}
+    assert len(flash) == 2 * 4 * 2 * 2 and {target.required for target in flash} == {1.10}
     for target in flash:
         assert target.problem.batch * target.problem.seqlen_q == 16384
         assert target.problem.heads * target.problem.head_dim == 2048
     wide = [target for target in targets if target.peer == "(sdpa-efficient)"]
-    assert [target.problem.head_dim for target in wide] == [320, 512, 1024] and {target.asked for target in wide} == {
-        1.6
-    }
+    assert [target.problem.head_dim for target in wide] == [320, 512, 1024]
+    assert {target.required for target in wide} == {1.6}
     assert len({target.name for target in targets}) == len(targets) == 35
 
 

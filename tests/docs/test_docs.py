@@ -293,7 +293,7 @@ def test_where_it_is_behind_is_said(tables, tmp_path):
     where = {"environment": {"device": "D", "date": "2026-01-02T03"}}
     files = {"baseline": {"format": "flashlane-bench/1", "rows": rows}}
     targets = [{"peer": "(flash)", "ratio": 1.2}, {"peer": "(flash)", "ratio": 0.8}, {"peer": "(flash)", "ratio": None}]
-    files["mma_targets"] = {"format": "flashlane-mma-targets/2", "targets": targets}
+    files["mma_targets"] = {"format": "flashlane-mma-targets/3", "targets": targets}
     files["hopper_forward"] = {
         "format": "flashlane-hopper-forward/1",
         "rows": [{"tflops": {"flashlane": 600.0, "cudnn": 500.0, "fa4": 750.0}}, {"tflops": {"cudnn": 500.0}}],
