@@ -27,6 +27,80 @@ REPORT_SECONDS = 42.0
 """Limit of the compile report that nobody asked for, so that a first run on a CPU ends within a minute."""
 
 
+Torch = Annotated[bool, o.option("--torch", help="Short for: add (unfused) to --peers.", panel=o.WHICH)]
+Sdpa = Annotated[bool, o.option("--sdpa", help="Short for: add (sdpa-efficient) to --peers.", panel=o.WHICH)]
+Naive = Annotated[
+    bool, o.option("--naive", help="Short for: add mma(naive) where --tags leaves it out.", panel=o.WHICH)
+]
+AccF32 = Annotated[
+    bool, o.option("--acc-f32", help="Only kernels whose matrix products accumulate in f32.", panel=o.WHICH)
+]
+Qkv = Annotated[
+    Path | None,
+    o.option("--qkv", help="Bench on the tensors of a .safetensors file (see flashlane capture).", panel=o.INPUT),
+]
+NoRandQ = Annotated[bool, o.option("--no-rand-q", help="Q is all ones.", panel=o.INPUT)]
+NoRandK = Annotated[bool, o.option("--no-rand-k", help="K is all ones.", panel=o.INPUT)]
+NoRandV = Annotated[bool, o.option("--no-rand-v", help="V is all ones.", panel=o.INPUT)]
+NoRandQkv = Annotated[bool, o.option("--no-rand-qkv", help="All three are.", panel=o.INPUT)]
+RangeK = Annotated[bool, o.option("--range-k", help="Row j of K is (j + 1) / seqlen_k throughout.", panel=o.INPUT)]
+Check = Annotated[
+    bool,
+    o.option(
+        "--check/--no-check",
+        help="Compare each output and LSE with the reference before timing; what fails is not timed.",
+        panel=o.MEASURE,
+    ),
+]
+Rule = Annotated[
+    str,
+    o.option(
+        "--rule",
+        help="How close: fa2 (error at most twice that of plain torch) or fa3.",
+        panel=o.MEASURE,
+        autocompletion=complete.one_of(("fa2", "fa3")),
+    ),
+]
+Graph = Annotated[
+    bool,
+    o.option(
+        "--graph",
+        help="Time CUDA-graph replays (no host cost, warm L2), and the host's cost of a call apart.",
+        panel=o.MEASURE,
+    ),
+]
+Cycles = Annotated[
+    bool,
+    o.option("--cycles", help="Also count SM cycles of a call with Nsight Compute (ncu).", panel=o.MEASURE),
+]
+Memory = Annotated[bool, o.option("--memory/--no-memory", help="Also see what a call allocates.", panel=o.MEASURE)]
+Timeout = Annotated[
+    float | None,
+    o.option(
+        "--timeout",
+        help="Run in a process of its own, and end what has been unresponsive for SECONDS.",
+        metavar="SECONDS",
+        panel=o.MEASURE,
+    ),
+]
+Arch = Annotated[
+    str | None,
+    o.one_arch(
+        "Also compile each GPU kernel for this architecture and report it; none: do not. "
+        f"Default: {REPORT_ARCH} on the CPU (for {REPORT_SECONDS:.0f} s at most), none on a GPU."
+    ),
+]
+Flops = Annotated[
+    str,
+    o.option(
+        "--flops",
+        help="gemm (4·B·H·N·M·D) or all (every operation, as the baseline logs).",
+        panel=o.OUTPUT,
+        autocompletion=complete.one_of(("gemm", "all")),
+    ),
+]
+
+
 @spread
 def command(
     sizes: s.ALL_SIZES = s.NO_SIZES,
@@ -34,95 +108,35 @@ def command(
     kernels: o.Kernels = "",
     peers: o.Peers = "all",
     peers_from: o.PeersFrom = None,
-    torch_: Annotated[bool, o.option("--torch", help="Short for: add (unfused) to --peers.", panel=o.WHICH)] = False,
-    sdpa: Annotated[
-        bool, o.option("--sdpa", help="Short for: add (sdpa-efficient) to --peers.", panel=o.WHICH)
-    ] = False,
-    naive: Annotated[
-        bool, o.option("--naive", help="Short for: add mma(naive) where --tags leaves it out.", panel=o.WHICH)
-    ] = False,
-    acc_f32: Annotated[
-        bool, o.option("--acc-f32", help="Only kernels whose matrix products accumulate in f32.", panel=o.WHICH)
-    ] = False,
+    torch_: Torch = False,
+    sdpa: Sdpa = False,
+    naive: Naive = False,
+    acc_f32: AccF32 = False,
     configs: o.Configs = None,
     show_all: o.ShowAll = False,
-    qkv: Annotated[
-        Path | None,
-        o.option("--qkv", help="Bench on the tensors of a .safetensors file (see flashlane capture).", panel=o.INPUT),
-    ] = None,
+    qkv: Qkv = None,
     seed: o.Seed = 0,
-    no_rand_q: Annotated[bool, o.option("--no-rand-q", help="Q is all ones.", panel=o.INPUT)] = False,
-    no_rand_k: Annotated[bool, o.option("--no-rand-k", help="K is all ones.", panel=o.INPUT)] = False,
-    no_rand_v: Annotated[bool, o.option("--no-rand-v", help="V is all ones.", panel=o.INPUT)] = False,
-    no_rand_qkv: Annotated[bool, o.option("--no-rand-qkv", help="All three are.", panel=o.INPUT)] = False,
-    range_k: Annotated[
-        bool, o.option("--range-k", help="Row j of K is (j + 1) / seqlen_k throughout.", panel=o.INPUT)
-    ] = False,
-    check: Annotated[
-        bool,
-        o.option(
-            "--check/--no-check",
-            help="Compare each output and LSE with the reference before timing; what fails is not timed.",
-            panel=o.MEASURE,
-        ),
-    ] = True,
-    rule: Annotated[
-        str,
-        o.option(
-            "--rule",
-            help="How close: fa2 (error at most twice that of plain torch) or fa3.",
-            panel=o.MEASURE,
-            autocompletion=complete.one_of(("fa2", "fa3")),
-        ),
-    ] = "fa2",
+    no_rand_q: NoRandQ = False,
+    no_rand_k: NoRandK = False,
+    no_rand_v: NoRandV = False,
+    no_rand_qkv: NoRandQkv = False,
+    range_k: RangeK = False,
+    check: Check = True,
+    rule: Rule = "fa2",
     no_grad: o.NoGrad = False,
     backward: o.Backward = False,
     both: o.Both = False,
     warmup: o.Warmup = None,
     iters: o.Rounds = None,
-    graph: Annotated[
-        bool,
-        o.option(
-            "--graph",
-            help="Time CUDA-graph replays (no host cost, warm L2), and the host's cost of a call apart.",
-            panel=o.MEASURE,
-        ),
-    ] = False,
-    cycles: Annotated[
-        bool,
-        o.option("--cycles", help="Also count SM cycles of a call with Nsight Compute (ncu).", panel=o.MEASURE),
-    ] = False,
-    memory: Annotated[
-        bool, o.option("--memory/--no-memory", help="Also see what a call allocates.", panel=o.MEASURE)
-    ] = True,
+    graph: Graph = False,
+    cycles: Cycles = False,
+    memory: Memory = True,
     ceilings: o.MeasureRates = False,
     quick: o.Quick = False,
-    timeout: Annotated[
-        float | None,
-        o.option(
-            "--timeout",
-            help="Run in a process of its own, and end what has been unresponsive for SECONDS.",
-            metavar="SECONDS",
-            panel=o.MEASURE,
-        ),
-    ] = None,
+    timeout: Timeout = None,
     device: o.Device = None,
-    arch: Annotated[
-        str | None,
-        o.one_arch(
-            "Also compile each GPU kernel for this architecture and report it; none: do not. "
-            f"Default: {REPORT_ARCH} on the CPU (for {REPORT_SECONDS:.0f} s at most), none on a GPU."
-        ),
-    ] = None,
-    flops: Annotated[
-        str,
-        o.option(
-            "--flops",
-            help="gemm (4·B·H·N·M·D) or all (every operation, as the baseline logs).",
-            panel=o.OUTPUT,
-            autocompletion=complete.one_of(("gemm", "all")),
-        ),
-    ] = "gemm",
+    arch: Arch = None,
+    flops: Flops = "gemm",
     out: o.Out = o.RESULTS,
 ) -> None:
     """Run every listed kernel and every peer, check each against the formula, time them side by side.
@@ -153,15 +167,13 @@ def command(
       flashlane bench --qkv layers.safetensors --dtype f16,bf16
     """
     from flashlane.bench.measure.check import RULES
-    from flashlane.bench.measure.grid import parse_dtypes
-    from flashlane.bench.measure.inputs import Case, Pattern, load_cases
+    from flashlane.bench.measure.inputs import Case, Pattern
     from flashlane.bench.measure.isolated import Spec, run_isolated
     from flashlane.bench.measure.peers import peers_of_files
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.measure.runner import Selection, compile_cases, resolve_device, run
     from flashlane.cli.measuring import settings_for
-    from flashlane.core.problem import arch_of
 
     where = resolve_device(device)
     convention = o.convention_of(flops)
@@ -178,14 +190,12 @@ def command(
     exact = (*exact, *by_hand)
     chosen_peers = (*_peers(peers, torch_, sdpa), *peers_of_files(peers_from or ()))
     selection = Selection(words, exact, chosen_peers, acc_f32, show_all)
-    if qkv is not None:
-        _check_alone(sizes)
-        dtypes = parse_dtypes(sizes.dtype) if sizes.dtype else None
-        cases = load_cases(o.check_file(qkv, "--qkv"), arch_of(where), dtypes)
+    if qkv is None:
+        problems = sizes.problems(where, quick)
+        o.check_layouts(problems, directions, cycles=cycles, range_k=range_k)
+        cases = [Case(problem) for problem in problems]
     else:
-        found = sizes.problems(where, quick)
-        o.check_layouts(found, directions, cycles=cycles, range_k=range_k)
-        cases = [Case(problem) for problem in found]
+        cases = _saved_cases(sizes, qkv, where)
     o.check_configured(by_hand, (case.problem for case in cases), REPORT_ARCH)
     check_writable(out)
     pattern = Pattern(
@@ -211,8 +221,9 @@ def command(
             tags_of_peers = tuple(peer.tag for peer in _peers(peers, torch_, sdpa))
             files = tuple(map(str, peers_from or ()))
             spec = Spec(str(where), words, exact, tags_of_peers, files, acc_f32, show_all, **measured)
-            problems = [case.problem for case in cases]
-            results = run_isolated(problems, spec, seconds=timeout, seed=seed, reporter=reporter)
+            results = run_isolated(
+                [case.problem for case in cases], spec, seconds=timeout, seed=seed, reporter=reporter
+            )
             if report_arch:
                 until = time.monotonic() + arch_seconds
                 compile_cases(cases, results, report_arch, until, selection, reporter, directions)
@@ -253,6 +264,17 @@ def _peers(peers: str, torch_: bool, sdpa: bool) -> tuple[Peer, ...]:
     chosen |= {"(unfused)"} if torch_ else set()
     chosen |= {"(sdpa-efficient)"} if sdpa else set()
     return tuple(peer for peer in PEERS if peer.tag in chosen)
+
+
+def _saved_cases(sizes: s.Sizes, file: Path, device: torch.device) -> list[Case]:
+    """The problems of a file of tensors."""
+    from flashlane.bench.measure.grid import parse_dtypes
+    from flashlane.bench.measure.inputs import load_cases
+    from flashlane.core.problem import arch_of
+
+    _check_alone(sizes)
+    dtypes = parse_dtypes(sizes.dtype) if sizes.dtype else None
+    return load_cases(o.check_file(file, "--qkv"), arch_of(device), dtypes)
 
 
 def _check_alone(sizes: s.Sizes) -> None:

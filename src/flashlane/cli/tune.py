@@ -23,6 +23,23 @@ if TYPE_CHECKING:
     from flashlane.tuning.search import Trial, TuneRun
 
 
+Iters = Annotated[
+    int | None,
+    o.option("--iters", "--rounds", help="Rounds; in each, the candidates run one after another.", panel=o.MEASURE),
+]
+Seed = Annotated[int, o.option("--seed", help="Of the random inputs; each problem adds 1.", panel=o.INPUT)]
+Device = Annotated[
+    str | None,
+    o.option("--device", help="cuda or cuda:N.", panel=o.MEASURE, autocompletion=complete.one_of(("cuda",))),
+]
+Out = Annotated[Path, o.option("--out", help="Folder for the JSON file of all trials.", panel=o.OUTPUT)]
+List = Annotated[bool, o.option("--list", help="Show what is stored (of --tags), and do nothing else.", panel=o.OUTPUT)]
+Forget = Annotated[
+    bool, o.option("--forget", help="Drop what is stored (of --tags), and do nothing else.", panel=o.OUTPUT)
+]
+Json = Annotated[bool, o.option("--json", help="Print the trials, or the list, as JSON.", panel=o.OUTPUT)]
+
+
 @spread
 def tune_command(
     sizes: s.DENSE_SIZES = s.NO_SIZES,
@@ -30,25 +47,13 @@ def tune_command(
     kernels: o.Kernels = "",
     show_all: o.ShowAll = False,
     direction: o.KernelDirection = "forward",
-    iters: Annotated[
-        int | None,
-        o.option("--iters", "--rounds", help="Rounds; in each, the candidates run one after another.", panel=o.MEASURE),
-    ] = None,
-    seed: Annotated[int, o.option("--seed", help="Of the random inputs; each problem adds 1.", panel=o.INPUT)] = 0,
-    device: Annotated[
-        str | None,
-        o.option("--device", help="cuda or cuda:N.", panel=o.MEASURE, autocompletion=complete.one_of(("cuda",))),
-    ] = None,
-    out: Annotated[Path, o.option("--out", help="Folder for the JSON file of all trials.", panel=o.OUTPUT)] = Path(
-        "results"
-    ),
-    list_: Annotated[
-        bool, o.option("--list", help="Show what is stored (of --tags), and do nothing else.", panel=o.OUTPUT)
-    ] = False,
-    forget: Annotated[
-        bool, o.option("--forget", help="Drop what is stored (of --tags), and do nothing else.", panel=o.OUTPUT)
-    ] = False,
-    json_: Annotated[bool, o.option("--json", help="Print the trials, or the list, as JSON.", panel=o.OUTPUT)] = False,
+    iters: Iters = None,
+    seed: Seed = 0,
+    device: Device = None,
+    out: Out = Path("results"),
+    list_: List = False,
+    forget: Forget = False,
+    json_: Json = False,
 ) -> None:
     """Time every candidate configuration of the kernels for the given sizes on this GPU, and keep the fastest.
 
