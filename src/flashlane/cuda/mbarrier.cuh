@@ -27,9 +27,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes
 }
 
 // compute-sanitizer's racecheck orders threads by their own arrivals, and takes a cp.async.bulk for a store of the
-// thread that issues it. In a build for it every lane of a warp arrives; in other builds lane 0 arrives for all, and a
-// __syncwarp(), or the lanes' running in step, orders their loads before it. In a build for it the producer arrives
-// after the copies; in other builds the bytes hold the phase open.
+// thread that issues it. So a build for racecheck differs twice. Every lane of a warp arrives; in other builds lane 0
+// arrives for all, after a __syncwarp() or after loads that the lanes make in step. The producer arrives after the
+// copies; in other builds it arrives before them, and the bytes that are missing keep the phase from completing.
 #ifdef FLASHLANE_RACECHECK
 constexpr int WARP_ARRIVALS = 32;
 __device__ __forceinline__ void mbarrier_expect_tx_before_copies(u32 barrier, u32 bytes) {

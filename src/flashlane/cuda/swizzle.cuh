@@ -23,8 +23,8 @@ struct TileLayout {
 };
 
 // One lane's ldmatrix addresses in a tile: computed once, then stepped by compile-time rows and chunks.
-// Keys repeat every 8 rows, and steps are a multiple of 8 rows and of 2 chunks, so a step is an XOR and an addition of
-// constants, if the tile's first column is read from chunk 0 or 1 on. ANYWHERE: from any chunk on.
+// The key that a chunk's index is XORed with repeats every 8 rows, and steps are multiples of 8 rows and of 2 chunks.
+// So a step is one XOR and one addition of constants, provided that the first chunk is 0 or 1. ANYWHERE: it may be any.
 template <typename Layout, bool ANYWHERE = false>
 struct FragmentCursor {
     u32 base;

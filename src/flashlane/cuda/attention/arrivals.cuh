@@ -1,10 +1,10 @@
 // Keys and values that arrive while a kernel runs: copy engines of other GPUs, or of this one, write chunks of rows and
 // set a flag after each. flashlane.kernels.hopper.forward.ranged mirrors ArrivalParams.
 //
-// The rows of k and v are divided into chunks. A chunk of `own` rows lies in tensors of its own, where it always was.
-// Each of the others is read when its flag has the launch's value: the warp that loads keys looks at the flags, a lane
-// at that of a chunk. A lane that waits longer than the limit stores the flag's number in host memory and traps, since
-// the sender is gone.
+// The rows of k and v are divided into chunks. The rows of this GPU's own chunk are read from tensors of their own.
+// Each other chunk is read once its flag has the launch's value: in the warp that loads keys, each lane polls the flag
+// of one chunk. A lane that waits longer than the limit stores the flag's number in host memory and traps, because the
+// sender is gone.
 #pragma once
 #include "memory_order.cuh"
 #include "tma.cuh"
@@ -18,12 +18,12 @@ enum { OWN = -1, NOT_OWN = -1 };
 
 struct ArrivalParams {
     alignas(128) TensorMap own_k, own_v;
-    const KeyChunk* chunks;        // at most one a lane; rows of none are there
+    const KeyChunk* chunks;        // at most one a lane; rows outside all chunks need no flag
     const int* flags;              // in memory that copy engines write
     int* lost;                     // in host memory: one more than the flag of a chunk that did not come
     long long limit;               // nanoseconds that a chunk may take
     int count;                     // chunks
-    int value;                     // of a flag whose chunk is there, or less (flags only grow, modulo 2^32)
+    int value;                     // least value of a flag whose chunk is there (flags only grow, modulo 2^32)
 };
 
 __device__ __forceinline__ int load_acquire_system(const int* from) {

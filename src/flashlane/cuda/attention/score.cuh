@@ -37,9 +37,9 @@ struct ScoreTransform {
         return !LATE_SCALE ? 1.f : SOFTCAP ? p.softcap_log2 : p.scale_log2;
     }
 
-    // tanh(score · scale / softcap). Of bf16 operands with the special-function unit's relative error of 2^-11, a
-    // quarter of bf16's, as FlashAttention-2 (its apply_softcap) to -4 have it; else with f32's, by two special
-    // functions and three instructions more.
+    // tanh(score · scale / softcap). For bf16 operands its relative error is the special-function unit's 2^-11, a
+    // quarter of bf16's, as in FlashAttention-2 (apply_softcap), -3 and -4. For other operands it has f32's precision,
+    // which takes two special functions and three more instructions.
     static __device__ __forceinline__ float tanh_of(const ScoreParams& p, float score) {
         if constexpr (is_same<Operand, __nv_bfloat16>) return approximate_tanh(score * (p.softcap_in * (0.5f * LN_2)));
         return fmaf(-2.f, reciprocal(1.f + ex2(score * p.softcap_in)), 1.f);

@@ -22,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_mask_bits(const __g
     const int batch = static_cast<int>(matrix / p.heads), head = static_cast<int>(matrix % p.heads);
     const int row = threadIdx.x / 2, part = threadIdx.x % 2, first_key = column_unit * UNIT + part * 32;
     const int query = row_unit * UNIT + row;
-    // Queries past the end see what makes a unit whole; keys past the end are hidden.
+    // Queries past the end count as seeing all keys, so that they do not make a unit partial. Keys past the end are
+    // hidden.
     u32 word = ~0u;
     if (query < p.queries) {
         word = 0;

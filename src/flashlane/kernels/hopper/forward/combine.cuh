@@ -63,7 +63,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& p, const ScoreP
             for (int i = 0; i < min(WARP, splits - split); i += LOADS) {
                 float4 x[LOADS];
 #pragma unroll
-                for (int j = 0; j < LOADS; ++j)  // beyond the last split that one again, with weight 0
+                for (int j = 0; j < LOADS; ++j)  // past the last split: the last one, with weight 0
                     x[j] = __ldcg(
                         reinterpret_cast<const float4*>(source + min(split + i + j, splits - 1) * p.partial_out_split));
 #pragma unroll

@@ -10,9 +10,9 @@
 using OutputTile = float[COLUMNS_V / 2];  // of a thread: two rows
 using Out = cfg::Out;
 
-// Whether the rows of a thread may stay in registers while the n-blocks are walked, where the compiler keeps what the
-// sum of rows has besides the tile's. Tiles with few registers would spill for it; with packed heads or partial results
-// it costs more instructions to add again than it saves.
+// Whether the compiler may keep a thread's rows in registers through the loop over n-blocks. Tiles with few registers
+// would spill for them. There the rows are added up again where they are used. With packed heads or partial results
+// these additions would cost more instructions than the spills.
 constexpr bool ROWS_IN_LOOP = OUTPUT != Output::WHOLE || PACK_GQA > 1 || Score::HAS_DERIVATIVE;
 
 // The rows of a work tile that a consumer thread has.

@@ -17,10 +17,11 @@
 #include "hopper/forward/mainloop.cuh"
 #include "hopper/forward/producer.cuh"
 
-// Whether a consumer has all rows of a tile, so that no stage is without scores for it.
+// Whether one consumer has all rows of a tile. Then it computes scores from every stage.
 constexpr bool ALL_ROWS = CONSUMERS == 1 && CLUSTER == 1 && !cfg::SPLIT;
-// Whether all rows of a tile see its first keys. With more consumers the code without the loop that this saves is up to
-// 3 % slower (D 64 256x64, D 128 192x64): ptxas schedules what is left otherwise.
+// Whether all rows of a tile see its first keys, so that the loop over the first n-blocks that a consumer skips can be
+// left out. With more than two consumers the code without that loop is up to 3 % slower (D 64 256x64, D 128 192x64),
+// because ptxas schedules the rest differently.
 constexpr bool ALL_SEE_FIRST_KEYS = ALL_ROWS || (CONSUMERS <= 2 && !cfg::HAS_LEFT && !cfg::SPLIT && !cfg::BLOCK_LISTS);
 
 // A consumer's steps: one for each stage that the producer fills, in the same order.
@@ -76,8 +77,8 @@ struct Consumer : Mainloop {
         }
     }
 
-    // BLOCK_LISTS: all consumers walk over the whole list. What is hidden from these rows is at its ends, but for what
-    // no order of the list puts there.
+    // BLOCK_LISTS: all consumers walk over the whole list. Blocks that are hidden from this consumer's rows lie at the
+    // ends of the list where its order allows that, and are skipped there. In the middle their scores are masked.
     __device__ __forceinline__ void walk_list() {
         const int steps = tile.listed();
         if (steps == 0) {

@@ -13,11 +13,11 @@ struct Mainloop {
     const ConsumerRows rows;
     PipelineState<STAGES> kv;
     PipelineState<Q_STAGES> queries;
-    WorkTile tile;                 // of which scores are made
+    WorkTile tile;                 // the one whose scores are computed
     Seqlen sequence;               // of that tile
     RowLimits limits;
     int position[2];               // query + shift, relative to the first column of n-block 0: exact, unlike a float
-    float slope[2];                // of a score by its distance
+    float slope[2];                // what a score changes by with each key
     RowSoftmax softmax;
     int v_rows = BLOCK_N;          // rows of the next V that are keys; the others are out of bounds and hold anything
     u32 q_fragments[cfg::Q_IN_REGISTERS ? 4 * QK_STEPS : 1];
@@ -92,7 +92,8 @@ struct Mainloop {
     // ---- products
 
     __device__ __forceinline__ void gemm_qk() {
-        // Read again, or ptxas computes a tile's descriptors once and keeps them where wgmma cannot take them from.
+        // Made uniform in each step. Otherwise ptxas computes a tile's descriptors once and keeps them in ordinary
+        // registers, from which wgmma cannot take them.
         const u32 from = COMBINE_IN_KERNEL ? uniform(base) : base;
         const u64 k = wgmma_k_inner(SHARED(from, kv) + kv.index * STAGE_BYTES);
         const u64 q =
@@ -126,8 +127,8 @@ struct Mainloop {
             release_q();
         }
     }
-    // P·V adds 0 · v for keys that do not exist, so their rows of V must be numbers. Once for a tile that ends inside a
-    // block; every consumer writes the same zeros.
+    // P·V adds 0 · v for keys that do not exist, so their rows of V may hold no NaN and no infinity: they are zeroed,
+    // once in a tile whose keys end inside a block. Every consumer writes the same zeros.
     __device__ __forceinline__ void zero_out_of_bounds_v() {
         if constexpr (OUT_OF_BOUNDS_ROWS) {
             if (v_rows < BLOCK_N) {
@@ -183,8 +184,8 @@ struct Mainloop {
         softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, OFFSET>(s, late_scale(p), offset, alpha, bias);
         softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
     }
-    // 1 where each visible key of an n-block is at the position of each row or before it, −1 where each is there or
-    // after it, else 0.
+    // On which side of the rows the visible keys of an n-block lie: 1 if none is after the position of any row, −1 if
+    // none is before it, 0 otherwise.
     __device__ __forceinline__ int side_of_keys(int n_block) const {
         // Without the shuffle ptxas does not see that the branch is uniform, and moves descriptors (R2UR) in each step.
         const int row = tile.row + __shfl_sync(0xffffffffu, rows.first(), 0), key = n_block * BLOCK_N - sequence.shift;
@@ -287,7 +288,8 @@ struct Mainloop {
         epilogue().store_output(done, o, inverse);
         zero_output();
     }
-    // The last P·V of a tile when the stage has no K for this warpgroup. KEEP_STAGE: its K is for the next step.
+    // The last P·V of a tile, in a stage whose K this warpgroup does not need; or, with KEEP_STAGE, whose K the next
+    // step needs, which then releases the stage.
     template <bool KEEP_STAGE = false>
     __device__ __forceinline__ void last_step(const WorkTile& done) {
         float inverse[2];
@@ -303,7 +305,7 @@ struct Mainloop {
         epilogue().store_output(done, o, inverse);
         combine.add(done);
     }
-    // A stage of which this warpgroup needs nothing.
+    // A stage of which this warpgroup needs neither K nor V.
     __device__ __forceinline__ void skip_step() {
         wait_kv();
         pingpong_wait();

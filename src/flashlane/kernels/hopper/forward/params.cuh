@@ -33,8 +33,8 @@ constexpr int V_CHUNKS = (COLUMNS_V + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS, PV_STE
 constexpr u32 Q_CHUNK = CTA_ROWS * ROW_BYTES, KV_CHUNK = BLOCK_N * ROW_BYTES;
 constexpr u32 Q_BYTES = QK_CHUNKS * Q_CHUNK, K_BYTES = QK_CHUNKS * KV_CHUNK, V_BYTES = V_CHUNKS * KV_CHUNK;
 constexpr u32 STAGE_BYTES = K_BYTES + V_BYTES;
-// K and V of a stage arrive and leave at once, or are two pipelines of which K's stage is free as soon as
-// S is complete.
+// One pipeline, whose stages hold K and V together; or one for K and one for V, so that a stage of K is free as soon
+// as S is complete.
 constexpr int KV_PIPELINES = cfg::ONE_BARRIER ? 1 : 2, K = 0, V = KV_PIPELINES - 1;
 static_assert(BLOCK_M == CTA_ROWS * CLUSTER && CTA_ROWS % PACK_GQA == 0 && BLOCK_N % 16 == 0 && COLUMNS_V % 8 == 0);
 static_assert(CLUSTER == 1 || (CLUSTER == 2 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
@@ -45,7 +45,7 @@ static_assert(!cfg::BLOCK_LISTS ||
               (CLUSTER == 1 && PACK_GQA == 1 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 // Scores are in base 2 before their maximum is taken; their last factor can otherwise wait for the exponent's FFMA.
 constexpr bool SCALED = !Score::LATE_SCALE && !Program::HAS_SCORE;
-// Rows may see no key of a block that is not masked as a whole.
+// Whether all scores of a row may be −∞ in a block that is not masked: a list or a program may hide them.
 constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || (Program::HAS_SCORE && !Program::IS_LINEAR);
 constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
@@ -54,11 +54,11 @@ static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Pr
 // sequence are not.
 using Seqlen = SeqlenInfo<cfg::VARLEN, cfg::CACHE, cfg::PAGED, cfg::RANGES ? Tail::RANGES : Tail::ONE_MORE_SEQUENCE>;
 using TileMask = WindowMask<side(cfg::HAS_LEFT), side(cfg::HAS_RIGHT)>;
-// TMA brings whole blocks, so rows after a sequence's last key hold anything; gathered rows are zeros there.
+// TMA loads whole blocks, so the rows after a sequence's last key hold anything. Gathered rows are zeros there.
 constexpr bool OUT_OF_BOUNDS_ROWS = (cfg::VARLEN || cfg::CACHE || cfg::PAGED) && !cfg::GATHER;
 
-// What becomes of a tile's output: it is the result; or it is partial, for one split of the keys, and another launch
-// combines the splits, or the warpgroup that stores the last one does.
+// What a tile's output is: the result (WHOLE), or the partial result of one split of the keys. Splits are combined by
+// another launch (PARTIAL) or by the warpgroup that stores the last one (COMBINED_IN_KERNEL).
 enum class Output { WHOLE, PARTIAL, COMBINED_IN_KERNEL };
 constexpr Output OUTPUT = !cfg::SPLIT                ? Output::WHOLE
                           : cfg::COMBINE_IN_KERNEL ? Output::COMBINED_IN_KERNEL
