@@ -46,8 +46,8 @@ __all__ = [
 
 Alignment = Literal["bottom-right", "top-left"]
 Effect = Literal["factor", "distance", "pairs", "logit"]
-"""What a tensor does to scores: multiplies those of a head, adds a slope times a distance, adds a number to each, or is
-one more logit of each row, which takes probability and gives no value."""
+"""What a tensor does to scores: it multiplies those of a head, adds a slope times a distance, adds a number to each
+pair, or is one more logit of each row, which has a probability but no value."""
 ALIGNMENTS: tuple[Alignment, ...] = ("bottom-right", "top-left")
 MAX_SPLITS = 128
 """Most splits of the keys that ``num_splits`` may ask for; a larger number counts as this one."""
@@ -187,8 +187,8 @@ def feature(
     """A field of :class:`AttentionProblem` that a kernel may be unable to honour when it differs from its default.
 
     :mod:`flashlane.kernels.features` reads the groups, so that a new field of a group touches no kernel by name.
-    Of a modifier without a tensor, ``forms`` are numbers that it is tested with, and ``known_as`` is what other
-    libraries call it (:mod:`flashlane.core.modifiers`).
+    A modifier without a tensor has ``forms``, numbers that it is tested with, and ``known_as``, its names in other
+    libraries (:mod:`flashlane.core.modifiers`).
     """
     return field(default=default, metadata={"feature": group, "forms": forms, "known_as": known_as})
 

@@ -86,8 +86,8 @@ class Definition:
 
 
 FEW_ROWS = 64
-"""Rows (query tokens × heads of a group) that read the same keys, up to which the decode kernel is the fastest, but
-for the Hopper kernel from more than half of them on."""
+"""The decode kernel is the fastest for up to so many rows (query tokens × heads of a group) that read the same keys.
+Above half of that number the Hopper kernel is faster where it can run."""
 DECODE, BEFORE_DECODE = 30.0, 31.0
 """The preference of the decode kernel, and that of the Hopper kernel where it is the faster one."""
 MODULES = (
@@ -141,10 +141,9 @@ class Kernel(ABC):
         that is read from a tensor may be kept, nor a tensor itself.
 
         Returns:
-            A function of q, k, v, out, lse, the addresses of q, k and v, which its caller has read and which are
-            multiples of 16, and the call's inputs, which may be None where q, k and v are all. All tensors (the LSE
-            may be None, see ``lse_optional``) are like those of this call, and on a GPU torch's current device is
-            theirs.
+            A function of q, k, v, out, lse, the addresses of q, k and v, and the call's inputs. The addresses are
+            multiples of 16; the inputs may be None if the call has no other tensors. All tensors are like those of
+            this call (the LSE may be None, see ``lse_optional``), and on a GPU torch's current device is theirs.
         """
         from flashlane.core.problem import Inputs
 
@@ -482,9 +481,9 @@ class _Table(Generic[K]):
         return best
 
     def _modules(self, problem: AttentionProblem) -> list[tuple[float, int, str | None]]:
-        """The modules, the one that can be preferred most first: that most, its rank in the table, its name.
+        """For each module its highest preference for the problem, its rank in the table and its name; highest first.
 
-        None stands for all kernels once every module is there, and before that for those that no module defines.
+        Once every module is imported, None stands for all kernels; before that, for those that no module defines.
         """
         if self.whole:
             return [(math.inf, 0, None)]

@@ -219,7 +219,7 @@ def _indices_of(inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def check_contents(inputs: Inputs) -> None:
-    """Check what lengths and tables on the CPU hold, of a call that is in all else like one that passed the checks.
+    """Check the contents of lengths and tables on the CPU, for a call that is otherwise like one that was checked.
 
     Raises:
         ValueError: they describe sequences that cannot be, or point outside the cache.

@@ -5,8 +5,8 @@ once: its tiles go from the last key to the first, so that a rank's own keys, wh
 a tile waits for the flag of a chunk before it reads it (``cuda/attention/arrivals.cuh``).
 
 The kernel has all SMs while it waits. So nothing that a rank sends may need one: copies are made by the GPU's DMA, and
-they are enqueued before the kernel. What comes from another rank's kernel, such as a message of NCCL, is no part of
-what a rank sends either, as the call begins when the stream that it is called on has come to it.
+they are enqueued before the kernel. A rank sends nothing that a kernel of another rank (such as one of NCCL) still has
+to write, because its call begins only when all earlier work of its stream is done.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _arriving_chunks(task: Task, rank: int) -> tuple[ArrivingChunk, ...]:
 
 
 def come_in_chunks(division: Division) -> bool:
-    """Whether there are others, and the keys of every rank come in few enough chunks for all ranks to send them so."""
+    """Whether there are several ranks, and none of them receives keys in more chunks than one launch can wait for."""
     return division.ranks > 1 and all(arriving_chunks_of(division, rank) is not None for rank in range(division.ranks))
 
 

@@ -291,8 +291,8 @@ class Pool(Generic[B]):
         self.idle: dict[Any, B] = {}
         """The idle block of each key, the longest unused first."""
         self.spare: list[B] = []
-        """Blocks without a key; of a pool with keys, those whose key has another block, as two threads were launching
-        with one key."""
+        """Idle blocks of a pool without keys. In a pool with keys, those whose key has another idle block, because two
+        threads launched with that key at once."""
         self.release_any: Callable[[B], None] = self.spare.append
         """Give a block back that ``acquire_any`` gave: as many lie ready as calls were under way at one time."""
 

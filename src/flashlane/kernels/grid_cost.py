@@ -60,7 +60,7 @@ def launch_time(costs: Sequence[float], sections: Sequence[int], sms: int, resid
 
 
 def share_of(held: int, resident: int, fixed: float) -> float:
-    """Time of a CTA on an SM that holds so many, over its time on one that holds as many as were timed.
+    """The time of a CTA on an SM with ``held`` CTAs, divided by its time on an SM with ``resident`` CTAs.
 
     Args:
         held: CTAs of the SM.

@@ -117,10 +117,10 @@ def _prepare_backward(entry: call_cache.Entry, inputs: Inputs) -> RepeatBackward
 def repeated_gradients(
     entry: call_cache.Entry, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...] | None:
-    """The gradients of a call like that of a cache entry, whose output and LSE anybody may have made.
+    """The gradients of a call that is like that of a cache entry, from an output and an LSE of any origin.
 
-    Those of q, k and v alone where ``inputs`` has no other tensors. None, and nothing was done, where they cannot be
-    had by repeating, as where a tensor has another shape or dtype than that of the call.
+    They are those of q, k and v alone if ``inputs`` has no other tensors. The result is None, and nothing was launched,
+    if the entry's launches do not fit, for example because a tensor has another shape or dtype than in its call.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     if (out.shape, lse.shape) != call_cache.shapes(q, v) or do.shape != out.shape:
@@ -212,7 +212,7 @@ def _watched(keyset: Any, args: tuple[Any, ...]) -> Results:
 
 
 def _present(inputs: Inputs, bias_grad: bool, grads: tuple[torch.Tensor, ...]) -> Gradients:
-    """The backward operator's results, where an empty tensor stands for a gradient that there is not."""
+    """The gradients from the backward operator's results, in which an empty tensor stands for no gradient."""
     present = [t is not None for t in schema.differentiable_of(inputs)]
     present[_BIAS] = bias_grad
     return Gradients(*(grad if there else None for grad, there in zip(grads, present, strict=True)))

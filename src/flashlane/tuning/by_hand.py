@@ -111,7 +111,7 @@ def _converted(name: str, text: str, old: bool | int | str) -> bool | int | str:
 
 
 def _misfit(kernel: Any, problem: AttentionProblem) -> str | None:
-    """Why a configuration that was set cannot run a problem, as far as it is known before it is compiled."""
+    """Why a configuration that was set cannot run a problem; None if nothing is known before it is compiled."""
     try:
         config = kernel.config(problem)
         shared = getattr(config, "shared_memory", 0)

@@ -21,8 +21,9 @@ COMPARED = (2, 4, 8, 16, 32, 64)
 BETWEEN_TILES = 2
 """What a tile takes besides its steps, in steps."""
 CROWDING, AT_NO_COST, RESIDENT_MIB = 0.4, 8, 15
-"""Beyond so many heads at once, whose Q, dO and dQ are more than so many MiB, a launch takes longer by this share of
-its time for each head, over the workers: device memory gives each head its Q and dO for fewer tiles (notebook 0016)."""
+"""When tiles of many heads run at once, device memory delivers each head's Q and dO for fewer tiles (notebook 0016). A
+launch then takes longer by CROWDING of its time for each head above AT_NO_COST, divided by the workers, provided that
+Q, dO and dQ of these heads are more than RESIDENT_MIB."""
 
 
 def is_causal(problem: AttentionProblem) -> bool:
@@ -62,8 +63,8 @@ def heads_per_section(problem: AttentionProblem, key_blocks: int, sms: int = SMS
 
     Under a causal mask the longest tiles of all those heads come first: as many heads as fit the L2 cache, since a tile
     goes through one query head at a time. Without it a head's tiles follow each other. A deterministic launch adds the
-    tiles of a head in their order, and each waits for the one before. So many heads run at once that the tiles of one
-    start no faster than the additions follow each other, and twice as many where a step leaves an addition no time.
+    tiles of a head in their order, and each waits for the one before. So it runs as many heads at once as keep the
+    tiles of one head from starting faster than their additions end; twice as many for steps as short as an addition.
     """
     heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
     causal = is_causal(problem)

@@ -140,7 +140,7 @@ def _unit_mask(
 
 
 def _ending_inside(states: torch.Tensor, keys: int) -> torch.Tensor:
-    """The states, of which those of a key unit that ends inside are partial at most."""
+    """The states, with that of a key unit which is not full of keys lowered from full to partial."""
     if keys % UNIT:
         states[..., -1].clamp_(max=PARTIAL)
     return states

@@ -45,13 +45,13 @@ class Traffic:
     """Share of the time by which a tile of 128 rows takes longer where rows do not start on a sector, and the loads of
     K and V take more sectors. Taller tiles load less."""
     few_heads: float
-    """Share of the time that a section of one tile head costs beyond one of many, whose tiles are alike."""
+    """Share of the time by which a launch of equal tiles takes longer with one tile head a section than with many."""
     drift: float = 0.0
     """Share of its n-blocks by which a tile is behind others that began with it. What lies between is read again from
     device memory where it exceeds the L2 cache."""
     apart: float = 0.0
-    """Share of the time by which a launch takes longer for each TB/s that CTAs load at unlike times from the L2 cache,
-    as they do under a causal mask. What several of them load at the same time it gives to all at once."""
+    """Share of the time by which a launch takes longer for each TB/s that its CTAs load from the L2 cache at different
+    times, as they do under a causal mask. Data that several CTAs load at the same time is delivered to all at once."""
 
 
 @functools.cache
@@ -148,8 +148,8 @@ class Launch:
 
 
 LONE_TILE = 0.65
-"""Share of its time that a tile of the last wave takes where hardly any other runs, as fewer share the L2 cache and the
-power: 0.5 to 0.6 where 12 tiles were left for 132 SMs, 0.8 to 1 where 24 to 36 were left."""
+"""The time of a tile of the last wave over that of others, when hardly any other tile runs: fewer tiles then share the
+L2 cache and the power. It was 0.5 to 0.6 when 12 tiles were left for 132 SMs, and 0.8 to 1 when 24 to 36 were left."""
 
 
 def busy(costs: Sequence[float], heads: int, section: int, workers: int) -> float:

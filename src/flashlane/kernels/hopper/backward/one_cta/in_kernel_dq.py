@@ -1,4 +1,4 @@
-"""In-kernel zeroing and postprocess of dQ: idle warps of the one-CTA backward do part of what other launches do else.
+"""In-kernel zeroing and postprocess of dQ: idle warps of the one-CTA backward do part of the work of other launches.
 
 dq_accum is f32, twice the bytes of dQ itself. When the preprocess kernel writes all its zeros, and the postprocess
 kernel reads all its sums, it goes through device memory four times, which takes as long as a fifth of the products at
@@ -15,9 +15,9 @@ from flashlane.core.problem import AttentionProblem
 ZEROED_AHEAD = 2
 """Rounds of tiles that zeros are written ahead of the tiles of their section of heads."""
 LAST_ROUNDS = 2
-"""Rounds of tiles at the end in which no warp begins to write dQ: it would be done last."""
+"""Rounds of tiles at the end in which no warp begins to write dQ, because it would end after the tiles."""
 MAX_TILES = 1 << 29
-"""The most tiles whose numbers fit the kernel's integers, with those of what is taken after them."""
+"""The most tiles of a launch: numbers that are taken after the last tile must fit the kernel's integers, too."""
 
 
 @dataclass(frozen=True)
