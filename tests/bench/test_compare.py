@@ -1,6 +1,7 @@
 """flashlane compare: the standings, and peers that raise, hang or crash."""
 
 import json
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -179,3 +180,18 @@ def test_isolated_runs_measure_what_the_bench_does():
     )
     assert heard == [1, 1] and [r.values for r in apart] == [r.values for r in here]
     assert [r.verdict for r in apart] == [r.verdict for r in here] and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "words"),
+    [
+        (0, "its process ended with status 0"),
+        (3, "its process ended with status 3"),
+        (-9, "its process was ended by SIGKILL (out of memory, most likely)"),
+        (-11, "its process was ended by SIGSEGV"),
+    ],
+)
+def test_a_worker_s_end_is_named(exit_code: int, words: str) -> None:
+    worker = object.__new__(isolated.Worker)
+    worker.process = SimpleNamespace(join=lambda: None, exitcode=exit_code)
+    assert worker._how_it_ended() == words

@@ -13,8 +13,20 @@ from pathlib import Path
 import pytest
 
 from flashlane.bench.measure.environment import child_environment
+from flashlane.cli import complete
 
 AS_INSTALLED = 'import sys; sys.argv[0] = "flashlane"; from flashlane.cli.entry import main; main()'
+
+
+def test_words_that_begin_with_what_was_typed_are_offered():
+    """Without a shell: of one word, and of the last word of a list, in which each stands once."""
+    assert complete.one_of(("f16", "bf16", "f32"))("f") == ["f16", "f32"]
+    assert complete.one_of(("f16", "bf16"))("x") == []
+    assert complete.one_of("architectures")("sm_9") == [
+        name for name in complete.names()["architectures"] if "_9" in name
+    ]
+    assert complete.list_of(("f16", "bf16", "f32"))("f16,f") == ["f16,f32"]
+    assert complete.list_of(("f16", "bf16", "f32"))("") == ["f16", "bf16", "f32"]
 
 
 @pytest.fixture

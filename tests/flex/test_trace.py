@@ -56,6 +56,13 @@ def test_in_place_operations_and_methods() -> None:
     check(score_mod)
 
 
+@pytest.mark.parametrize("mode", [None, "floor", "trunc"])
+def test_division_rounds_as_torch_does(mode: str | None) -> None:
+    """Of negative quotients floor and trunc differ, of numbers and of integers."""
+    check(lambda score, b, h, q, kv: torch.div(3.7 * score, 0.9, rounding_mode=mode) + (q - kv))
+    check(lambda score, b, h, q, kv: score + torch.div(2 * (q - kv), 3, rounding_mode=mode))
+
+
 def test_short_types_round_and_wrap_as_torch() -> None:
     halves, bytes_ = torch.randn(7).bfloat16(), torch.randint(0, 255, (7,), dtype=torch.uint8)
     check(lambda score, b, h, q, kv: (halves[kv] * halves[q] + 0.125).float() + (bytes_[q] + bytes_[kv]))

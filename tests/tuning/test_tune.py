@@ -20,6 +20,7 @@ from tuner_fakes import ARCH, CPU, DEVICE, SETTINGS, TableClock
 from flashlane import bench, jit
 from flashlane.core import dispatch, registry, tuned
 from flashlane.core.registry import DeviceKernel, Resources
+from flashlane.inspect.compile_report import Usage
 from flashlane.tuning import search as tuner
 from flashlane.tuning import stored as tune
 
@@ -520,3 +521,20 @@ def test_bad_input(invoke, pretend, words, message):
     with registry.table_of(registry.get("reference"), TunableKernel("a", {64: 2.0})):
         done = invoke("--N", "64", *words)
     assert done.exit_code == 2 and message in done.stderr
+
+
+def test_a_trial_s_line_has_the_median_half_the_spread_and_what_it_was_chosen_as() -> None:
+    from flashlane.bench.measure.timing import summarise
+    from flashlane.cli.tune import _columns
+
+    usage = Usage("k", "sm_90a", registers=168, spill_stores=8, spill_loads=12, shared_bytes=1536)
+    timing = summarise([1.0, 2.0, 2.5, 3.0, 6.0], 4, "clock")  # median 2.5, quartiles 2 and 3
+    trial = tuner.Trial("P", "k", "rows=32", timing=timing, tflops=123.46, usage=usage, chosen=True, auto=True)
+    assert {column.title: str(column.cell(trial)) for column in _columns()} == {
+        "configuration": "rows=32", "ms": "2.500", "±%": "20.0", "TFLOP/s": "123.5", "regs": "168", "spill": "20",
+        "KiB": "1.5", "chosen": "tag, was auto",
+    }  # fmt: skip
+    failed = tuner.Trial("P", "k", "rows=64", status="WRONG")
+    cells = {column.title: str(column.cell(failed)) for column in _columns()}
+    assert cells.pop("configuration") == "rows=64" and cells.pop("chosen") == "WRONG"
+    assert set(cells.values()) == {"–"}
