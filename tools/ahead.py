@@ -153,7 +153,7 @@ def collected(parts: Iterable[str], lists: str = "") -> dict[KernelSource, str]:
     """The sources of some parts and of lists of drawn problems, each with the first part that needs it."""
     sources: dict[KernelSource, str] = {}
     sys.path[:0] = [str(ROOT / folder) for folder in IMPORTED]
-    kept = torch.cuda.get_device_properties
+    device_properties = torch.cuda.get_device_properties
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=SMS)
     try:
         for part in parts:
@@ -162,7 +162,7 @@ def collected(parts: Iterable[str], lists: str = "") -> dict[KernelSource, str]:
         for source in drawn(lists) if lists else ():
             sources.setdefault(source, "drawn")
     finally:
-        torch.cuda.get_device_properties = kept
+        torch.cuda.get_device_properties = device_properties
         del sys.path[: len(IMPORTED)]
     return sources
 

@@ -277,15 +277,15 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool
 def check_one_launch(case: Case) -> dict[str, Any]:
     """One launch against f64, and against packed sequences with copied keys, whose bits it must have."""
     call = Call(case)
-    found = call.one_launch()
-    error, lse_error = call.error(*found)
+    results = call.one_launch()
+    error, lse_error = call.error(*results)
     written = torch.zeros(len(call.q), dtype=torch.bool, device=HERE)
     for each in call.ranges.sequences:
         written[each.q_first : each.q_stop] = True
-    untouched = bool(found[0][~written].isnan().all() and found[1][:, ~written].isnan().all())
+    untouched = bool(results[0][~written].isnan().all() and results[1][:, ~written].isnan().all())
     packed = call.packed()
     same_bits = same(
-        tuple(t[written] for t in (found[0], found[1].T)), tuple(t[written] for t in (packed[0], packed[1].T))
+        tuple(t[written] for t in (results[0], results[1].T)), tuple(t[written] for t in (packed[0], packed[1].T))
     )
     ok = error <= RELATIVE[case.dtype] and lse_error < 1e-4 and same_bits and untouched
     return {"case": str(case), "ok": ok, "error": error, "lse_error": lse_error, "same_bits": same_bits,

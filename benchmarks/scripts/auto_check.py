@@ -163,13 +163,13 @@ def compile_ahead(problems: Sequence[AttentionProblem], workers: int) -> None:
             contender.kernel.compile(contender.config, arch)
 
     first, *others = problems
-    known = {source_of(contender) for contender in contenders(first)} | {None}
+    sources = {source_of(contender) for contender in contenders(first)} | {None}
     with ThreadPoolExecutor(workers) as pool:
         for problem in others:
             for contender in contenders(problem):
                 source = source_of(contender)
-                if source not in known:
-                    known.add(source)
+                if source not in sources:
+                    sources.add(source)
                     pool.submit(build, contender, str(problem.arch))
 
 

@@ -149,14 +149,14 @@ def main() -> int:
     from flashlane.cli.main import app
 
     arguments.out.mkdir(parents=True, exist_ok=True)
-    wanted = [word for word in arguments.only.split(",") if word]
+    names = [word for word in arguments.only.split(",") if word]
     start, failed = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as scratch, (arguments.out / "product.log").open("w", encoding="utf-8") as log:
         folder, peers = Path(scratch) / "product", Path(scratch) / "hanging.py"
         folder.mkdir()
         peers.write_text(HANGING)
         for step in steps(folder, peers):
-            if wanted and step.name not in wanted:
+            if names and step.name not in names:
                 continue
             begun = time.monotonic()
             if begun - start > arguments.seconds:

@@ -21,13 +21,13 @@ KINDS = ("dense", "packed", "window", "decode")
 
 def judged(results: Path) -> list[tuple[str, Result]]:
     """Name and body of each file at a judging seed: the forward first, dense problems first."""
-    found = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in results.glob("drawn_*.json")]
+    bodies = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in results.glob("drawn_*.json")]
 
     def place(named: tuple[str, Result]) -> tuple[Any, ...]:
         name, body = named
         return body["direction"] != "forward", KINDS.index(body["kind"]), _device(body) != DEVICE, name
 
-    return sorted(((name, body) for name, body in found if body["role"] == "judging"), key=place)
+    return sorted(((name, body) for name, body in bodies if body["role"] == "judging"), key=place)
 
 
 def _device(body: Result) -> str:
@@ -67,15 +67,15 @@ def files_list(results: Path) -> str:
     """A line for each file: how many problems it has of those that were asked for, where, when and of which commit."""
     lines = []
     for name, body in judged(results):
-        where, said = body["environment"], ""
+        where, absences = body["environment"], ""
         absent = sum(bool(row.get("absent", {}).get("fa4")) for row in body["rows"])
         if absent:
-            said = f"; FlashAttention-4 is absent from {absent}"
+            absences = f"; FlashAttention-4 is absent from {absent}"
         problems = f"{len(body['rows'])} of {body['count']} problems of seed {body['seed']}"
         lines.append(
             item(
                 f"[`{name}`](../benchmarks/results/{name}): {body['direction']}, {body['kind']}, {problems},"
-                f" {_device(body)}, commit {where['commit']}, {where['date'][:10]}{said}"
+                f" {_device(body)}, commit {where['commit']}, {where['date'][:10]}{absences}"
             )
         )
     return "".join(lines) if lines else NOT_MEASURED

@@ -44,13 +44,13 @@ SELECTED = {"2": "not race"}
 """Which of a module's functions run: one of FlashAttention-2's runs each case 250 times."""
 
 
-def command(module: Path, generation: str, given: argparse.Namespace) -> list[str]:
+def command(module: Path, generation: str, options: argparse.Namespace) -> list[str]:
     words = [sys.executable, str(TOOLS / "fa2_tests.py"), str(module), "-q", "-W", "ignore", "--tb=short"]
-    words += ["-p", Path(__file__).stem, f"--seed={given.seed}"]
-    words += ["-n", str(given.processes)] if given.processes > 1 else []
-    words += ["--on-cpu"] if given.on_cpu else []
+    words += ["-p", Path(__file__).stem, f"--seed={options.seed}"]
+    words += ["-n", str(options.processes)] if options.processes > 1 else []
+    words += ["--on-cpu"] if options.on_cpu else []
     words += ["-k", SELECTED[generation]] if generation in SELECTED else []
-    return words if generation == WHOLE else [*words, f"--sample={given.sample}"]
+    return words if generation == WHOLE else [*words, f"--sample={options.sample}"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -209,15 +209,15 @@ def time_mask(
     """One mask, by its intervals, as a program, and by torch."""
     row: dict[str, Any] = {"mask": name, "tokens": tokens}
 
-    def ours(given: Any) -> Any:
-        return flashlane.create_block_mask(given, None, None, tokens, tokens, device)
+    def ours(mask_or_function: Any) -> Any:
+        return flashlane.create_block_mask(mask_or_function, None, None, tokens, tokens, device)
 
     def torchs(create: Callable[..., Any] = torch_flex.create_block_mask) -> Any:
         return create(function, None, None, tokens, tokens, device)
 
     states = []
-    for way, given in (("intervals", mask), ("program", function)):
-        build = functools.partial(ours, given)
+    for way, mask_or_function in (("intervals", mask), ("program", function)):
+        build = functools.partial(ours, mask_or_function)
         row[f"{way}_device_us"] = attempted(functools.partial(device_microseconds, build))
         row[f"{way}_call_ms"] = attempted(functools.partial(call_milliseconds, build))
         row[f"{way}_work_mib"] = attempted(functools.partial(work_mebibytes, build))

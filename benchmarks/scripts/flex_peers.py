@@ -49,12 +49,12 @@ def function(
         mask: torch's own block mask, or None.
         device: of the tensors; on a CPU torch's function is not compiled.
     """
-    given = options(name, mask)
+    kernel_options = options(name, mask)
     flex_attention = torch_flex.flex_attention
     if device.type != "cpu":
         flex_attention = torch.compile(flex_attention, dynamic=False)
 
     def call(*operands: torch.Tensor) -> torch.Tensor:
-        return flex_attention(*operands, score_mod=score_mod, block_mask=mask, kernel_options=given)
+        return flex_attention(*operands, score_mod=score_mod, block_mask=mask, kernel_options=kernel_options)
 
     return call

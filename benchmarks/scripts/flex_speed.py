@@ -229,15 +229,15 @@ def backward_calls(cell: Cell, operands: Operands, run: dict[str, Callable[..., 
     dout = gradient_of(operands)
 
     def made(function: Callable[..., Any], ordered: bool) -> Call:
-        kept: list[Any] = []
+        outputs: list[Any] = []
 
         def call() -> Any:
-            if not kept:
+            if not outputs:
                 leaves = operands.leaves()
-                kept.extend((function(*leaves), leaves))
+                outputs.extend((function(*leaves), leaves))
             torch.use_deterministic_algorithms(ordered)
             try:
-                return torch.autograd.grad(kept[0], kept[1], dout, retain_graph=True)
+                return torch.autograd.grad(outputs[0], outputs[1], dout, retain_graph=True)
             finally:
                 torch.use_deterministic_algorithms(False)
 
@@ -270,13 +270,13 @@ def candidates(cell: Cell, operands: Operands, backward: bool) -> dict[str, Call
         """Configurations by name, all of them compiled."""
         problem = problem_of(q, k, v, scale, window, ordered)
         base = of.config_of(problem, program, block, mask is not None and program.mask is not None)
-        found = {} if packed.NOTES.of(cell_mask) is None else {"lists": base}
-        found |= backward_candidates(base, problem) if backward else forward_candidates(base, cell)
+        configs = {} if packed.NOTES.of(cell_mask) is None else {"lists": base}
+        configs |= backward_candidates(base, problem) if backward else forward_candidates(base, cell)
         if "approximate_tanh(" in base.program:
-            found["exact tanh"] = replace(base, program=base.program.replace("approximate_tanh(", "program::tanh("))
-        sources = [one for config in found.values() for one in (config.sources() if backward else (config.source(),))]
+            configs["exact tanh"] = replace(base, program=base.program.replace("approximate_tanh(", "program::tanh("))
+        sources = [one for config in configs.values() for one in (config.sources() if backward else (config.source(),))]
         jit.compile_together(list(dict.fromkeys(sources)), ARCH)
-        return found
+        return configs
 
     if not backward:
         return {

@@ -154,15 +154,15 @@ def backwards(
     """A call's forward and backward, and its backward alone, in autograd's thread of the device and in the calling one.
     ``before`` is the begin of their paths."""
     yield Cost(f"{title} forward and backward", f"{before}both", kernel), Both(call, grad), context
-    kept = f"{title} backward of one kept graph"
-    yield Cost(kept, f"{before}kept", kernel), KeptBackward(call, grad), context
+    name = f"{title} backward of one kept graph"
+    yield Cost(name, f"{before}kept", kernel), KeptBackward(call, grad), context
 
     @contextlib.contextmanager
     def in_this_thread() -> Iterator[None]:
         with context(), torch.autograd.set_multithreading_enabled(False):
             yield
 
-    yield Cost(f"{kept}, in the calling thread", f"{before}kept here", kernel), KeptBackward(call, grad), in_this_thread
+    yield Cost(f"{name}, in the calling thread", f"{before}kept here", kernel), KeptBackward(call, grad), in_this_thread
 
 
 class KeptBackward:

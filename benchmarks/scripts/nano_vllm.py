@@ -116,14 +116,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def write(folder: Path, layers: int, rows: list[dict[str, Any]]) -> None:
     """Write nano_vllm.json: what was served, where, and the results of each mode so far."""
-    found = {
+    body = {
         "format": "flashlane-nano-vllm/1",
         "environment": environment(torch.device("cuda", torch.cuda.current_device())),
         "settings": {"layers": layers, "dtype": "bfloat16", "vocabulary": VOCABULARY, "largest_regret": WORST},
         "rows": rows,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "nano_vllm.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "nano_vllm.json").write_text(json.dumps(body, indent=1) + "\n")
 
 
 def said(what: str) -> None:

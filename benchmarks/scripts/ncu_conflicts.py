@@ -150,13 +150,13 @@ def profile(ncu: str, families: str) -> list[dict[str, float]]:
         try:
             counted = [dict(launch.metrics) for launch in run_ncu(ncu, target, metrics, extra)]
         except RuntimeError as error:
-            said = str(error)
+            message = str(error)
         else:
             if all(name in row for row in counted for name in NEEDED):
                 return counted
-            said = "a counter that is needed is not known here"
-        print(said, file=sys.stderr, flush=True)
-    raise RuntimeError(said)
+            message = "a counter that is needed is not known here"
+        print(message, file=sys.stderr, flush=True)
+    raise RuntimeError(message)
 
 
 def read_csv(text: str) -> list[dict[str, float]]:

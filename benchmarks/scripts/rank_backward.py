@@ -142,13 +142,13 @@ class RankCalls:
             groups.append((one, (q, kv, out, lse, do, dq)))
 
         def run() -> list[list[Partial]]:
-            found = []
+            partials = []
             for one, tensors in groups:
                 gradients = one.run(*tensors)
                 if gradients is None:
                     raise AssertionError("the launch takes no such strides")
-                found.append([Partial(one.keys, *gradients)])
-            return found
+                partials.append([Partial(one.keys, *gradients)])
+            return partials
 
         return run
 

@@ -188,13 +188,13 @@ def hole_table() -> str:
     archs: dict[int, list[str]] = {}
     for arch in (arch for arch in jit.LIMITS if not arch.endswith(("a", "f")) or arch == SHAPE_ARCH):
         archs.setdefault(jit.shared_limit(arch), []).append(arch)
-    known = {kernel.tag: kernel for kernel in registry.kernels()}
+    kernels = {kernel.tag: kernel for kernel in registry.kernels()}
     rows = []
     for limit, names in sorted(archs.items()):
         for design, persist, stage in itertools.product(DESIGNS[1:], ("", "+persist-q"), (1, 2, 3, 4)):
             holes: dict[str, list[str]] = {}
             for swizzle in ("", "+swizzle-q", "+swizzle-qk", "+swizzle-qkv"):
-                kernel = known.get(f"mma({design}{persist}{swizzle}+stage{stage})")
+                kernel = kernels.get(f"mma({design}{persist}{swizzle}+stage{stage})")
                 first = kernel and first_hole(kernel, names[0])
                 if first:
                     holes.setdefault(f"{first} to {kernel.variant.max_head_dim}", []).append(

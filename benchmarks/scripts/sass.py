@@ -189,13 +189,13 @@ def _drop_equal(old: list[dict[str, Any]], new: list[dict[str, Any]], key: str) 
     common.pop(None, None)
     for rows in (old, new):
         left = common.copy()
-        kept = []
+        different = []
         for row in rows:
             if left[row.get(key)] > 0:
                 left[row.get(key)] -= 1
             else:
-                kept.append(row)
-        rows[:] = kept
+                different.append(row)
+        rows[:] = different
     return common.total()
 
 

@@ -170,15 +170,15 @@ def report(row: dict[str, Any]) -> str:
 
 def compile_part(shapes: list[tuple[Family, Shape]], device: torch.device, part: int, parts: int) -> None:
     """Call each candidate of Triton's that falls to this process once, which compiles it for all of them."""
-    seen: set[tuple[object, ...]] = set()
+    keys: set[tuple[object, ...]] = set()
     for family, shape in shapes:
         candidates, _ = family.candidates(shape, device, False)
         for one in candidates:
             key = (family.file, one.words, *one.variant)
-            if key in seen:
+            if key in keys:
                 continue
-            seen.add(key)
-            if len(seen) % parts == part:
+            keys.add(key)
+            if len(keys) % parts == part:
                 with contextlib.suppress(Exception):  # the process that times says what does not run
                     one.call()
         torch.cuda.synchronize()

@@ -172,15 +172,15 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of a part end, too
     out = options.out.resolve()
     planned = commands(out, options.rehearse, options.ranks)
-    wanted = options.parts.split(",")
-    if unknown := [name for name in wanted if name not in planned]:
+    part_names = options.parts.split(",")
+    if unknown := [name for name in part_names if name not in planned]:
         parser.error(f"--parts has {unknown[0]!r}; it may have {', '.join(planned)}")
     shutil.rmtree(out / "meeting", ignore_errors=True)
     (out / "meeting").mkdir(parents=True)
     file = out / "two_gpus.json"
     earlier_parts = earlier(file, options.rehearse, options.ranks)
-    ended = {name: part for name, part in earlier_parts.items() if name not in wanted or not options.again}
-    for name in wanted:
+    ended = {name: part for name, part in earlier_parts.items() if name not in part_names or not options.again}
+    for name in part_names:
         if name in ended:
             print(f"{name} ended well in an earlier run", flush=True)
             continue
@@ -197,7 +197,7 @@ def main() -> None:
         words = {None: "not measured", True: "met", False: "missed"}[row["met"]]
         share = "" if row["share"] is None else f"{row['share']:.1%} {row['method']}"
         print(f"{row['problem']:10} {row['passes']:8} {row['part']:9} target {row['target']:.0%}  {words:12} {share}")
-    raise SystemExit(0 if all(ended[name]["ok"] for name in wanted) else 1)
+    raise SystemExit(0 if all(ended[name]["ok"] for name in part_names) else 1)
 
 
 if __name__ == "__main__":

@@ -81,14 +81,14 @@ def _print_usages(usages: list[Any], as_json: bool, unlisted: int) -> None:
         return
     console = make_console()
     print_compiled(usages, console, elsewhere="see --json")
-    made = [u for u in usages if u.registers is not None]
-    spilled, failed = sum(u.spilled for u in made), sum(1 for u in usages if u.error)
-    declared = sum(1 for u in made if u.spills and not u.spilled)
-    fresh = [u.seconds for u in made if not u.cached]
+    compiled = [u for u in usages if u.registers is not None]
+    spilled, failed = sum(u.spilled for u in compiled), sum(1 for u in usages if u.error)
+    declared = sum(1 for u in compiled if u.spills and not u.spilled)
+    fresh = [u.seconds for u in compiled if not u.cached]
     console.print(
-        f"{len(made)} compiled, {spilled} with undeclared spills"
+        f"{len(compiled)} compiled, {spilled} with undeclared spills"
         + (f", {declared} with declared ones" if declared else "")
-        + f", {sum(1 for u in made if u.unexpected_warnings)} with warnings, "
+        + f", {sum(1 for u in compiled if u.unexpected_warnings)} with warnings, "
         f"{failed} failed; {len(fresh)} fresh, {sum(fresh):.1f} s of compiling"
     )
     print_unlisted(unlisted, "compiles", console)

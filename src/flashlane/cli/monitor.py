@@ -106,13 +106,13 @@ class Watch:
         """
         from flashlane.inspect.gpu_state import states
 
-        found = states()
+        gpus = states()
         if self.gpu is not None:
-            if not 0 <= self.gpu < len(found):
-                raise ValueError(f"--gpu is {self.gpu}; there are {len(found)}: 0 to {len(found) - 1}")
-            found = [found[self.gpu]]
-        self.looks.append((time.monotonic() - self.start, found))
-        return found
+            if not 0 <= self.gpu < len(gpus):
+                raise ValueError(f"--gpu is {self.gpu}; there are {len(gpus)}: 0 to {len(gpus) - 1}")
+            gpus = [gpus[self.gpu]]
+        self.looks.append((time.monotonic() - self.start, gpus))
+        return gpus
 
     def name(self, position: int) -> str:
         """``0 NVIDIA H200`` of the GPU at a position of a look."""

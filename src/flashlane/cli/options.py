@@ -222,15 +222,15 @@ def check_layouts(problems: Iterable[AttentionProblem], directions: Sequence[Dir
                 raise ValueError(f"{option} is of dense problems; it goes without --layout packed, cache and paged")
 
 
-def kernel_direction(given: str) -> str:
+def kernel_direction(direction: str) -> str:
     """The direction whose kernels are meant.
 
     Raises:
         ValueError: it is neither ``forward`` nor ``backward``.
     """
-    if given not in ("forward", "backward"):
-        raise ValueError(f"--direction is {given!r}; it may be forward or backward")
-    return given
+    if direction not in ("forward", "backward"):
+        raise ValueError(f"--direction is {direction!r}; it may be forward or backward")
+    return direction
 
 
 def directions_of(no_grad: bool, backward: bool, both: bool) -> tuple[Direction, ...]:

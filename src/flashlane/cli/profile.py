@@ -301,13 +301,13 @@ def _print_trace(trace: Trace, title: str, console: Console) -> None:
 
     device = trace.on_device
     names = {True: ("device self µs", "device µs"), False: ("CPU self µs", "CPU µs")}[device]
-    own, whole = ("device_self", "device_total") if device else ("cpu_self", "cpu_total")
+    own, overall = ("device_self", "device_total") if device else ("cpu_self", "cpu_total")
     total = sum(getattr(x, own) for x in trace.operations) or 1.0
     columns = [
         Column("calls", lambda x: str(x.calls), drop=2),
         Column(names[0], lambda x: f"{getattr(x, own):.1f}"),
         Column("share", lambda x: "" if x in trace.ranges else f"{getattr(x, own) / total:.0%}"),
-        Column(names[1], lambda x: f"{getattr(x, whole):.1f}", drop=1),
+        Column(names[1], lambda x: f"{getattr(x, overall):.1f}", drop=1),
         Column("MiB", lambda x: f"{(x.device_bytes if device else x.cpu_bytes) / 2**20:.2f}", drop=3),
     ]
     shown = (*trace.ranges, *trace.operations[:MOST])

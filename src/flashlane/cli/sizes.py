@@ -147,13 +147,13 @@ class Sizes:
             ValueError: an option cannot be read; the message names it.
         """
         own = asdict(self) | {"dtype": self.dtype or DEFAULT_DTYPES[on_cpu], "preset": None}
-        found = []
+        grids = []
         for chosen in (None,) if self.preset is None else select_presets(self.preset):
             merged = own if chosen is None else own | chosen.sizes() | self.options_given()
             if chosen is not None and self.causal is None:
                 merged = merged | {"causal": chosen.causal}
-            found.append(Sizes(**merged).grid())
-        return found
+            grids.append(Sizes(**merged).grid())
+        return grids
 
     def grid(self) -> Grid:
         """The grid that the options ask for, whatever the preset.

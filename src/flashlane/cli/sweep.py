@@ -181,14 +181,16 @@ def _run(
     notes = make_console(stderr=True)
     common = None if export else common_of(spec, seed, environment(where))
     with Journal(out / f"{name}.jsonl", common, fresh=fresh) as journal:
-        done = sum(cell.key in journal.records for cell in cells)
+        before = sum(cell.key in journal.records for cell in cells)
         notes.print(
-            f"{o.counted(len(cells), 'cell')}, {done} of them done before: {journal.path}", style="dim", soft_wrap=True
+            f"{o.counted(len(cells), 'cell')}, {before} of them done before: {journal.path}",
+            style="dim",
+            soft_wrap=True,
         )
         status = 0
         try:
             if not export:
-                with Bar(len(cells) - done) as reporter:
+                with Bar(len(cells) - before) as reporter:
                     sweep(
                         cells, spec, journal, seconds=measured.timeout, seed=seed, reporter=reporter, retry=retry,
                         say=lambda text: notes.print(text, style="yellow", soft_wrap=True),

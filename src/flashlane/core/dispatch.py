@@ -44,16 +44,16 @@ def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
 def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_all: bool = False) -> Explanation:
     """Which kernel would run a problem and why each other one would not; of the listed kernels, or of all."""
     chosen = select(problem, kernel)
-    known = registry.kernels()
-    shown = [k for k in known if show_all or k.listed or k is chosen]
-    choices = tuple(Choice(k.tag, k.supports(problem), k.preference(problem), k.summary) for k in shown)
+    kernels = registry.kernels()
+    listed = [k for k in kernels if show_all or k.listed or k is chosen]
+    choices = tuple(Choice(k.tag, k.supports(problem), k.preference(problem), k.summary) for k in listed)
     tuned = kernel is None and chosen.tag == tune.best_tag(problem)
     explanation = Explanation(
         problem,
         chosen.tag,
         choices,
         tuned,
-        len(known) - len(shown),
+        len(kernels) - len(listed),
         named=kernel is not None,
         instead_of=_unnamed(problem) if kernel is not None else None,
         predicted=predicted_times(problem, [choice.tag for choice in choices if choice.reason is None]),

@@ -153,10 +153,10 @@ def _line(why: str, tags: list[str]) -> str:
 
 
 def _some(tags: list[str], room: int) -> str:
-    shown = tags[:1]
+    named = tags[:1]
     for tag in tags[1:]:
-        if len(", ".join([*shown, tag]) + f" and {len(tags)} more") > room:
+        if len(", ".join([*named, tag]) + f" and {len(tags)} more") > room:
             break
-        shown.append(tag)
-    left = len(tags) - len(shown)
-    return ", ".join(shown) + (f" and {left} more" if left else "")
+        named.append(tag)
+    left = len(tags) - len(named)
+    return ", ".join(named) + (f" and {left} more" if left else "")

@@ -10,15 +10,15 @@ SHORTLIST = 50
 """How many of a large table's tags are compared letter by letter with an unknown one."""
 
 
-def suggest(word: str, known: tuple[str, ...]) -> str:
+def suggest(word: str, names: tuple[str, ...]) -> str:
     """``did you mean …`` with the nearest known words, or the list of them all; of a long one, its start and length."""
-    near = difflib.get_close_matches(word, _shortlist(word, known), n=3, cutoff=0.5)
-    near = near or [name for name in known if word in name][:3]
+    near = difflib.get_close_matches(word, _shortlist(word, names), n=3, cutoff=0.5)
+    near = near or [name for name in names if word in name][:3]
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    if len(known) > MOST_NAMED:
-        return f"{len(known)} are known, such as {', '.join(known[:FEW_NAMED])} (flashlane explain lists kernels)"
-    return f"known: {', '.join(known)}"
+    if len(names) > MOST_NAMED:
+        return f"{len(names)} are known, such as {', '.join(names[:FEW_NAMED])} (flashlane explain lists kernels)"
+    return f"known: {', '.join(names)}"
 
 
 def _shortlist(word: str, names: tuple[str, ...]) -> tuple[str, ...]:

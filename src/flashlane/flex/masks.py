@@ -283,13 +283,13 @@ def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
     geometry = Neighbourhood.of(shape, window)
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        seen = None
+        visible_so_far = None
         for start, at, (n, w) in zip(geometry.starts(q), geometry.places(kv), geometry.axes, strict=True):
             if w == n:
                 continue
             inside = (at - start >= 0) & (at - start < w)
-            seen = inside if seen is None else seen & inside
-        return q >= 0 if seen is None else seen
+            visible_so_far = inside if visible_so_far is None else visible_so_far & inside
+        return q >= 0 if visible_so_far is None else visible_so_far
 
     def bounds(q: torch.Tensor, keys: int) -> Sides:
         return geometry.intervals(q)

@@ -95,13 +95,13 @@ class Problem:
         """Scaled scores, and what the program makes of them, with −inf in hidden pairs."""
         scaled = self.q[tile.b, tile.h, tile.q].to(self.work) @ self.operand(self.k, tile).mT * self.scale
         inputs = {"score": scaled, **tile.places}
-        program, given = self.program, (self.arguments.tensors, self.arguments.integers)
+        program, captured = self.program, (self.arguments.tensors, self.arguments.integers)
         score = scaled
         if program.score is not None:
-            score = evaluate([program.score], inputs, *given)[0].to(self.work).expand_as(scaled)
+            score = evaluate([program.score], inputs, *captured)[0].to(self.work).expand_as(scaled)
         visible = None
         if program.mask is not None:
-            visible = evaluate([program.mask], inputs, *given)[0]
+            visible = evaluate([program.mask], inputs, *captured)[0]
         if tile.state is not None:
             partial = tile.state == 1
             visible = (tile.state == 2) | (partial if visible is None else partial & visible)

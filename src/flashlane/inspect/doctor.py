@@ -480,14 +480,14 @@ def _version(distribution: str) -> str | None:
 
 def _importable(module: str) -> bool:
     """Whether a module can be found, without importing it: for a dotted name, in the folders of its parent."""
-    top, *rest = module.split(".")
+    top, *submodules = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return False
-    if spec is None or not rest:
+    if spec is None or not submodules:
         return spec is not None
-    places = [Path(root, *rest) for root in spec.submodule_search_locations or ()]
+    places = [Path(root, *submodules) for root in spec.submodule_search_locations or ()]
     return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places)
 
 

@@ -177,13 +177,13 @@ def _smi(query: str) -> list[list[str]]:
         raise NoState("the program nvidia-smi (it comes with the driver) is not on the PATH")
     command = [program, query, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoState(f"nvidia-smi does not answer: {error}") from None
-    if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines() or ["no reason given"]
+    if ended.returncode:
+        said = (ended.stdout + ended.stderr).strip().splitlines() or ["no reason given"]
         raise NoState(f"nvidia-smi failed: {said[0]}")
-    return [[cell.strip() for cell in line] for line in csv.reader(done.stdout.splitlines()) if line]
+    return [[cell.strip() for cell in line] for line in csv.reader(ended.stdout.splitlines()) if line]
 
 
 def _smi_state(line: Sequence[str]) -> GpuState:

@@ -43,15 +43,15 @@ def check_tensor(name: str, tensor: torch.Tensor, dtypes: Iterable[str]) -> None
         raise ValueError(f"{name} is on {tensor.device}; the lessons run on CUDA devices only")
 
 
-def check_choice(name: str, value: object, known: Iterable[object]) -> None:
+def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     """An argument must be one of a few values.
 
     Raises:
         ValueError: it is another one.
     """
-    known = tuple(known)
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; it may be {', '.join(map(repr, known))}")
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it may be {', '.join(map(repr, allowed))}")
 
 
 def source_of(file: str, entry: str, constants: tuple[tuple[str, int | bool | str], ...]) -> KernelSource:

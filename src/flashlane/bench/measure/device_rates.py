@@ -192,16 +192,16 @@ def sentence(points: list[Placed]) -> str:
     """A sentence on what bounds one problem, and what share of it the fastest kernel and the fastest peer reach."""
     best = {kind: max((p for p in points if p.kind == kind), key=lambda p: p.tflops, default=None)
             for kind in ("kernel", "peer")}  # fmt: skip
-    shown = [p for p in best.values() if p is not None]
-    first = shown[0]
+    placed = [p for p in best.values() if p is not None]
+    first = placed[0]
     side = "above" if first.intensity >= first.ridge else "below"
     text = f"{first.intensity:.0f} FLOP/byte, {side} the ridge at {first.ridge:.0f}: the {first.bound_by} bounds it"
-    if all(p.share < LATENCY_SHARE for p in shown):
+    if all(p.share < LATENCY_SHARE for p in placed):
         text = (
             f"{first.intensity:.0f} FLOP/byte; neither ceiling bounds it, everything is below "
             f"{LATENCY_SHARE:.0%} of them: launches, latency or the host do"
         )
-    reach = [f"{p.tag} reaches {p.tflops:.3g} of {p.attainable:.3g} TFLOP/s ({p.share:.0%})" for p in shown]
+    reach = [f"{p.tag} reaches {p.tflops:.3g} of {p.attainable:.3g} TFLOP/s ({p.share:.0%})" for p in placed]
     return f"{first.problem}: {text}; {', '.join(reach)}."
 
 

@@ -45,13 +45,13 @@ def parse_dtypes(text: str, name: str = "--dtype") -> tuple[torch.dtype, ...]:
     return tuple(dict.fromkeys(DTYPE_ALIASES[word] for word in words))
 
 
-def parse_names(text: str, name: str, known: Sequence[str]) -> tuple[str, ...]:
+def parse_names(text: str, name: str, allowed: Sequence[str]) -> tuple[str, ...]:
     """Names from a comma list, each of which must be known; the error names the nearest known ones."""
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for word in names:
-        if word not in known:
+        if word not in allowed:
             raise ValueError(
-                f"{name} has {word!r}{of_list(word, text)}, which is unknown; {suggest(word, tuple(known))}"
+                f"{name} has {word!r}{of_list(word, text)}, which is unknown; {suggest(word, tuple(allowed))}"
             )
     return names
 

@@ -68,15 +68,15 @@ class Selection:
     def __post_init__(self) -> None:
         for field in ("words", "tags"):  # names of the baseline logs are aliases of tags
             object.__setattr__(self, field, tuple(aliases.KERNELS.get(name, name) for name in getattr(self, field)))
-        known = tuple(k.tag for k in registry.kernels())
+        tags_of_kernels = tuple(k.tag for k in registry.kernels())
         for tag in self.tags:
-            if tag not in known:
+            if tag not in tags_of_kernels:
                 peer = tag if tag in peer_tags() else aliases.PEERS.get(tag)
-                hint = f"it is the peer {peer} (--peers)" if peer else suggest(tag, known)
+                hint = f"it is the peer {peer} (--peers)" if peer else suggest(tag, tags_of_kernels)
                 raise ValueError(f"--kernels has {tag!r}, which no kernel is called; {hint}")
         for word in self.words:
-            if not any(word in tag for tag in known):
-                raise ValueError(f"--tags has {word!r}, which is in no kernel's tag; {_near(word, known)}")
+            if not any(word in tag for tag in tags_of_kernels):
+                raise ValueError(f"--tags has {word!r}, which is in no kernel's tag; {_near(word, tags_of_kernels)}")
 
     def kernels(self) -> list[Kernel]:
         """The kernels asked for by name, in the order of the registry."""

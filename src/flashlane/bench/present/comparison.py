@@ -113,13 +113,13 @@ def markdown(results: Results) -> str:
     """Every problem's standings as Markdown."""
     shown, parts = columns(), []
     for title in dict.fromkeys(row.problem for row in results.rows):
-        found = standings([row for row in results.rows if row.problem == title])
+        ranked = standings([row for row in results.rows if row.problem == title])
         head = ["tag", *(column.title for column in shown)]
         lines = [head, ["---"] * len(head)]
-        lines += [[f"`{s.tag}`", *(str(column.cell(s)) for column in shown)] for s in found]
+        lines += [[f"`{s.tag}`", *(str(column.cell(s)) for column in shown)] for s in ranked]
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        failed = [f"- `{s.tag}`: {s.row.message}" for s in found if s.row.message]
-        parts.append("\n\n".join([f"**{title}**", table, *(["\n".join(failed)] if failed else []), verdict(found)]))
+        failed = [f"- `{s.tag}`: {s.row.message}" for s in ranked if s.row.message]
+        parts.append("\n\n".join([f"**{title}**", table, *(["\n".join(failed)] if failed else []), verdict(ranked)]))
     where = results.environment
     head = f"{where.get('device')}; torch {where.get('torch')}; commit {where.get('commit')}; {where.get('date')}"
     return "\n\n".join([head, *parts]) + "\n"

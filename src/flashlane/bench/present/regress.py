@@ -323,14 +323,14 @@ def _trimmed(samples: Sequence[float]) -> tuple[float, float, int]:
     """Trimmed mean of the logarithms, its squared standard error, and its degrees of freedom."""
     logs = sorted(math.log(sample) for sample in samples)
     cut = int(TRIM * len(logs))
-    kept = logs[cut : len(logs) - cut]
-    mean, free = statistics.fmean(kept), len(kept) - 1
+    inner = logs[cut : len(logs) - cut]
+    mean, free = statistics.fmean(inner), len(inner) - 1
     if not free:
         return mean, 0.0, 0
-    winsorised = [kept[0]] * cut + kept + [kept[-1]] * cut
+    winsorised = [inner[0]] * cut + inner + [inner[-1]] * cut
     centre = statistics.fmean(winsorised)
     squares = sum((x - centre) ** 2 for x in winsorised)
-    return mean, squares / (len(kept) * free), free
+    return mean, squares / (len(inner) * free), free
 
 
 def t_tail(t: float, free: float) -> float:

@@ -114,16 +114,16 @@ def build(paths: Sequence[Path], notebooks: Sequence[Path] = (), title: str = "f
 @functools.cache
 def environment() -> jinja2.Environment:
     """The templates next to this file; every value in them is escaped."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    made.filters["cells"] = lambda row: [number_of(cell) for cell in row]
-    made.filters["status"] = _status
-    return made
+    templates.filters["cells"] = lambda row: [number_of(cell) for cell in row]
+    templates.filters["status"] = _status
+    return templates
 
 
 def _styles(paths: Sequence[Path]) -> Styles:

@@ -71,13 +71,13 @@ def _panel(
         axis.plot(xs, ys, color=theme.ceiling, linewidth=1.1, linestyle="--", zorder=2)
         label += f"; dashed: mma.sync {ceilings.mma[dtype]:.3g}"
     here = {p.tag for p in points}
-    shown = [tag for tag in (*kernels, *styles.peers) if tag in here]
-    rest = [p for p in points if p.tag not in shown]
+    legend_tags = [tag for tag in (*kernels, *styles.peers) if tag in here]
+    rest = [p for p in points if p.tag not in legend_tags]
     if rest:
         label_rest = f"{len({p.tag for p in rest})} further kernels"
         dots = {"color": theme.peer, "marker": ".", "linestyle": "none", "markersize": 3, "zorder": 2}
         axis.plot([p.intensity for p in rest], [p.tflops for p in rest], label=label_rest, **dots)
-    for tag in shown:
+    for tag in legend_tags:
         members = [p for p in points if p.tag == tag]
         style = styles.point(tag, theme) | {"linestyle": "none", "zorder": 3}
         axis.plot([p.intensity for p in members], [p.tflops for p in members], label=tag, **style)

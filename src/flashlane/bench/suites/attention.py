@@ -290,14 +290,14 @@ class AttentionSuite:
         """The error of our output or gradients against torch's attention in a wider type, as text; empty if right."""
         wide = torch.float64 if case.dtype == "f64" else torch.float32
         try:
-            found = guarded(lambda: _results(attend, tensors, do), self.device)
+            mine_all = guarded(lambda: _results(attend, tensors, do), self.device)
             exact = tuple(t.detach().to(wide).requires_grad_() for t in tensors)
             right = guarded(lambda: _results(self._torch_attention, exact, do.to(wide)), self.device)
         except OutOfMemory:
             return ""  # the cells of the measurement say that memory is exhausted
         except Exception as error:
             return f"flashlane: {type(error).__name__}: {error}"
-        for name, mine, theirs in zip(("out", "dq", "dk", "dv"), found, right, strict=True):
+        for name, mine, theirs in zip(("out", "dq", "dk", "dv"), mine_all, right, strict=True):
             error = float((mine.to(wide) - theirs).norm() / theirs.norm().clamp(min=torch.finfo(wide).tiny))
             if not error <= TOLERANCE[case.dtype]:
                 return f"flashlane: {name} is off by {error:.2e} (relative L2; allowed {TOLERANCE[case.dtype]:g})"

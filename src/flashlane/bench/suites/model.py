@@ -196,13 +196,13 @@ class ModelSuite:
         if steps.error is not None:
             cell = milliseconds(steps.error, f"{case} {name}", messages)
             return row | {c.key: cell for c in self.columns if c.key not in row}
-        whole = [sum(parts) for parts in zip(*(getattr(steps, phase) for phase in PHASES), strict=True)]
+        step_seconds = [sum(parts) for parts in zip(*(getattr(steps, phase) for phase in PHASES), strict=True)]
         for phase in PHASES:
             times = getattr(steps, phase)
             row |= {f"{phase}_avg": 1e3 * statistics.median(times), f"{phase}_total": 1e3 * sum(times)}
-        row["step_avg"] = 1e3 * statistics.median(whole)
+        row["step_avg"] = 1e3 * statistics.median(step_seconds)
         row["peak"] = None if steps.peak is None else steps.peak / 1e6
-        row["tokens"] = self.batch * case.seqlen / statistics.median(whole)
+        row["tokens"] = self.batch * case.seqlen / statistics.median(step_seconds)
         return row
 
     def _compare_losses(
