@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,3 +104,18 @@ def test_bf16_takes_f32_sums_only_and_says_so() -> None:
             assert reason is None
         else:
             assert reason and "bf16" in reason and "f16" in reason, kernel.tag
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"head_dim": 136}, "head_dim is 136; it takes up to 128"),
+        ({"head_dim_v": 144}, "head_dim is 144; it takes up to 128"),
+        ({"batch": 65536}, "batch is 65536 and heads 2; it takes up to 65535 of each"),
+        ({"heads": 65536, "kv_heads": 65536}, "batch is 1 and heads 65536; it takes up to 65535 of each"),
+    ],
+)
+def test_the_naive_kernel_names_its_limits(changes: dict[str, int], reason: str | None) -> None:
+    problem = replace(make_problem(1, 2, 64, 128, arch="sm_80"), **changes)
+    assert registry.get("mma(naive)").supports(problem) == reason
