@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from flashlane.cli import main as cli
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import DeviceKernel
-from flashlane.inspect.budget_view import Budget, budget_of, print_budgets, regions
+from flashlane.inspect.budget_view import Budget, _fits, budget_of, print_budgets, regions
+from flashlane.inspect.compile_report import Usage
 from flashlane.jit import toolchain
 from flashlane.kernels.mma.tiles import Shape
 
@@ -76,6 +78,12 @@ def test_regions_that_do_not_sum_are_refused():
     config = registry.get(TAG).config(problem(64).on("sm_90a"))
     with pytest.raises(ValueError, match="do not sum"):
         regions(config, config.shared_memory + 1)
+
+
+def test_each_resource_by_itself_holds_so_many_ctas():
+    usage = Usage("k", "sm_90a", registers=64, shared_bytes=100 * 1024, threads=256)
+    assert _fits(usage) == {"registers": 4, "shared memory": 2, "threads": 8}
+    assert _fits(replace(usage, registers=32, threads=128)) == {"registers": 16, "shared memory": 2, "threads": 16}
 
 
 @compiles

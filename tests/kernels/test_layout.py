@@ -323,6 +323,13 @@ def test_command_shows_what_a_tag_is_compiled_with():
     assert invoke("layout", "--tag", "mma(split-q+stage1)", "--compare").count("8-way") == 3
 
 
+def test_a_layout_is_shown_once_with_each_operand_that_has_it():
+    swizzled, padded = TileLayout(64, swizzled=True), TileLayout(64, swizzled=False)
+    operands = [("q", swizzled), ("k", swizzled), ("v", padded), ("k", swizzled), ("v", padded)]
+    tiles = [Tile(layout, 16, operand=operand) for operand, layout in operands]
+    assert layout_view.distinct(tiles) == [(swizzled, "Q K"), (padded, "V")]
+
+
 def test_table_lists_every_chunk():
     text = invoke("layout", "--table", "--rows", 16)
     assert ["3", "8–15", "16–23", "416", "8–11"] in [line.split() for line in text.splitlines()]
