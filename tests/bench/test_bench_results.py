@@ -11,8 +11,10 @@ from dataclasses import replace
 import pytest
 
 from flashlane.bench.measure.check import Verdict
+from flashlane.bench.measure.memory import Memory
 from flashlane.bench.measure.results import Results, Row, Skipped, check_writable, file_stem, write_atomically
 from flashlane.bench.measure.timing import summarise
+from flashlane.inspect.compile_report import Usage
 
 
 def results():
@@ -32,6 +34,20 @@ def test_json_is_strict_and_complete():
     assert body["rows"][0]["timing"]["samples"] == [1.0, 3.0, 2.0]
     assert body["rows"][1]["verdict"]["max_error"] is None
     assert body["skipped"][0]["reason"] == "head_dim, is 1000"
+
+
+def test_csv_has_what_the_compiler_reported_and_what_was_allocated():
+    usage = Usage(
+        "good", "sm_90a", registers=168, spill_stores=4, spill_loads=8, shared_bytes=1024, blocks=2, occupancy=0.25
+    )
+    run = results()
+    run.rows[0] = replace(run.rows[0], usage=usage, memory=Memory(10, 20, 30, 40, "allocator"))
+    good, bad, *_ = csv.DictReader(io.StringIO(run.to_csv()))
+    columns = ("registers", "spills", "shared_bytes", "blocks_per_sm", "occupancy")
+    assert [good[name] for name in columns] == ["168", "12", "1024", "2", "0.25"]
+    assert [bad[name] for name in columns] == [""] * 5
+    columns = ("extra", "allocated", "reserved", "peak", "method")
+    assert [good[f"memory_{name}"] for name in columns] == ["10", "20", "30", "40", "allocator"]
 
 
 def printed(found, **how):

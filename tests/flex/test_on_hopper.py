@@ -17,7 +17,7 @@ from flashlane.flex.bind import bind
 from flashlane.kernels.hopper import flex
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.flex import masks as unit_masks
-from flashlane.kernels.hopper.flex import run_backward, run_forward
+from flashlane.kernels.hopper.flex import run_backward, run_forward, run_packed
 from flashlane.kernels.hopper.flex.problem import problem_of
 
 
@@ -139,3 +139,28 @@ def test_documents_that_do_not_fit_are_told(launches: Launches) -> None:
     program, arguments = bind(None, None, q.device)
     with pytest.raises(ValueError, match="documents of 200 tokens are given with q"):
         flex.forward(q, q, q, program, arguments, None, 0.1, documents=documents)
+
+
+@pytest.mark.parametrize("wants_lse", [False, True])
+def test_the_gradient_of_packed_documents_is_that_of_one_packed_call(
+    wants_lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def backward(*arguments: object) -> SimpleNamespace:
+        calls.append(arguments)
+        return SimpleNamespace(q=torch.full((9,), 1.0), k=torch.full((9,), 2.0), v=torch.full((9,), 3.0))
+
+    monkeypatch.setattr(run_packed, "hopper_backward", backward)
+    q, k = torch.zeros(1, 9, 4, 64), torch.zeros(1, 9, 2, 64)
+    out, dout, lse, dlse = torch.ones_like(q), torch.ones_like(q), torch.ones(1, 4, 9), torch.full((1, 4, 9), 5.0)
+    documents = SimpleNamespace(offsets=torch.tensor([0, 4, 9]), longest=5, causal=True)
+    grads = run_packed.backward(q, k, k, out, lse, dout, dlse if wants_lse else None, documents, 0.5, True)
+    assert [(t.shape, float(t[0, 0])) for t in grads] == [((1, 9), 1.0), ((1, 9), 2.0), ((1, 9), 3.0)]
+    ((problem, inputs, *tensors),) = calls
+    assert (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.window_right) == (2, 5, 5, 0)
+    assert problem.deterministic and problem.varlen and (problem.heads, problem.kv_heads) == (4, 2)
+    assert inputs.q.shape == (9, 4, 64) and inputs.cu_seqlens_q is inputs.cu_seqlens_k is documents.offsets
+    *given, last = tensors
+    assert [t.shape for t in given] == [(9, 4, 64), (4, 9), (9, 4, 64)]
+    assert last is None if not wants_lse else (last.shape == (4, 9) and bool((last == 5).all()))

@@ -177,3 +177,16 @@ def test_what_is_empty_has_a_configuration(arch, empty) -> None:
         able = (kernel for kernel in registry.kernels(listed_only=True) if kernel.supports(asked) is None)
         assert [kernel.config(asked) for kernel in able if hasattr(kernel, "config")]
         assert dispatch.select(asked).tag
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5])
+def test_a_split_forward_takes_two_launches_and_its_longest_split(splits: int) -> None:
+    """Where the GPU has room for all tiles at once."""
+    split = problem(batch=1, heads=16, seqlen_q=64, seqlen_k=8192)
+    config = KERNEL.config(split)
+    launch = cost.Launch(split, config, splits)
+    assert launch.heads * splits <= launch.workers and len(launch.costs) == 1
+    n_blocks = -(-8192 // config.block_n)
+    one = launch.one.tile + launch.one.block * -(-n_blocks // splits)
+    for heads_per_section in (1, 16):
+        assert launch.predicted(heads_per_section) == pytest.approx(2 * launch.traffic.launch + one, rel=0.02)

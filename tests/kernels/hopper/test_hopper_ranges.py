@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from flashlane.kernels.hopper.forward import tiles
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 from flashlane.kernels.hopper.forward.launch import HopperParams
-from flashlane.kernels.hopper.forward.ranged import ArrivalParams
+from flashlane.kernels.hopper.forward.ranged import ArrivalParams, as_dense
 from flashlane.kernels.seqlen import SeqlenConfig
 
 ARCH = "sm_90a"
@@ -134,6 +134,29 @@ def test_what_arrives_is_given_exactly_where_ranges_have_chunks() -> None:
 def test_a_block_of_keys_is_no_taller_than_the_edges_that_are_copied() -> None:
     shapes = [shape for one in tiles.CLASSES for shape in (*one.shapes, *one.loaded, one.few_rows)]
     assert max(shape.block_n for shape in shapes) <= EDGE
+
+
+def test_one_range_of_all_rows_and_the_first_keys_is_a_dense_call() -> None:
+    """Rows that a dense tile loads past the last key must lie past the end of a tensor, that of the own keys too."""
+    problem = AttentionProblem(
+        batch=2, heads=4, kv_heads=2, seqlen_q=100, seqlen_k=300, head_dim=128, head_dim_v=128, dtype=torch.bfloat16,
+        scale=0.1, varlen=True, arch=ARCH,
+    )  # fmt: skip
+    q, kv = torch.empty(100, 4, 128), torch.empty(300, 2, 128)
+    inputs = Inputs(q, kv, kv)
+
+    def dense(*sequences: Range, chunks: tuple[Chunk, ...] = (), own_rows: int = 0) -> AttentionProblem | None:
+        own = torch.empty(own_rows, 2, 128)
+        arriving = SimpleNamespace(own=(own, own)) if own_rows else None
+        return as_dense(problem, Ranges(sequences, chunks), inputs, arriving)
+
+    assert dense(Range(0, 100, 0, 250)) == replace(problem, batch=1, varlen=False, seqlen_q=100, seqlen_k=250)
+    assert dense(Range(0, 99, 0, 250)) is None and dense(Range(0, 100, 1, 250)) is None
+    assert dense(Range(0, 60, 0, 250), Range(60, 100, 0, 250)) is None
+    chunks = Chunk(0, 150, 0, 0), Chunk(150, 260, OWN, 40)  # key 250 would be row 140 of the own keys
+    assert dense(Range(0, 100, 0, 250), chunks=chunks, own_rows=140) is not None
+    assert dense(Range(0, 100, 0, 250), chunks=chunks, own_rows=141) is None
+    assert dense(Range(0, 100, 0, 250), chunks=chunks) is not None
 
 
 @pytest.mark.gpu
