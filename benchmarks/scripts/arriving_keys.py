@@ -79,6 +79,9 @@ ONE_LAUNCH = [
     Case((2000,), 2, 0, left=300),
     Case((900, 411), 2, 1, right=-1),
     Case((2400,), 3, 1, layout="contiguous"),
+    Case((2000,), 2, 0, left=300, right=100),
+    Case((777, 0, 1, 2050, 130, 63), 3, 1, left=200, right=60),
+    Case((1500,), 2, 0, heads=(2, 2), head_dim=256, dtype=torch.float16, right=333),
 ]
 ARRIVE = [
     Case((8192,), rank=0),
@@ -86,6 +89,7 @@ ARRIVE = [
     Case((5001,), 3, 2, head_dim=64),
     Case((3333,), 2, 0, heads=(2, 2), head_dim=256, dtype=torch.float16),
     Case((6007,), 2, 1, left=2500),
+    Case((6007,), 2, 0, left=2500, right=300),
 ]
 
 
@@ -96,6 +100,14 @@ def problem_of(case: Case, blocks: list[Block]) -> AttentionProblem:
         batch=len(blocks), heads=case.heads[0], kv_heads=case.heads[1], seqlen_q=rows, seqlen_k=keys,
         head_dim=case.head_dim, head_dim_v=case.head_dim, dtype=case.dtype, scale=case.head_dim**-0.5,
         window_left=left, window_right=right, varlen=True, arch="sm_90a",
+    )  # fmt: skip
+
+
+def dense_problem(problem: AttentionProblem, block: Block) -> AttentionProblem:
+    """A block alone, with its own window."""
+    return replace(
+        problem, batch=1, varlen=False, seqlen_q=block.q_stop - block.q_first, seqlen_k=block.k_stop - block.k_first,
+        window_left=block.left, window_right=block.right,
     )  # fmt: skip
 
 
@@ -110,7 +122,7 @@ class Call:
         arriving_chunks = arriving_chunks_of(case.division, case.rank)
         if blocks is None or arriving_chunks is None:
             raise ValueError(f"{case} is no call of one launch")
-        self.arriving_chunks = arriving_chunks
+        self.blocks, self.calls, self.arriving_chunks = blocks, calls, arriving_chunks
         heads, kv_heads = case.heads
         self.q, self.k, self.v = (
             torch.randn(rows, count, case.head_dim, dtype=case.dtype, device=HERE)
@@ -161,11 +173,10 @@ class Call:
     def error(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[float, float]:
         """‖out − ref‖ / ‖ref‖ and the largest difference of the LSE, against f64."""
         wrong, size, wrong_lse = 0.0, 0.0, 0.0
-        for each in self.ranges.sequences:
+        for each in self.blocks:
             rows, keys = slice(each.q_first, each.q_stop), slice(each.k_first, each.k_stop)
             inputs = Inputs(*(t[None] for t in (self.q[rows], self.k[keys], self.v[keys])))
-            found = replace(self.problem, batch=1, varlen=False, seqlen_q=each.q_stop - each.q_first,
-                            seqlen_k=each.k_stop - each.k_first)  # fmt: skip
+            found = dense_problem(self.problem, each)
             ref, ref_lse = reference_attention(found, inputs, torch.float64)
             wrong += float((out[rows].double() - ref[0]).square().sum())
             size += float(ref.square().sum())
@@ -283,10 +294,12 @@ def check_one_launch(case: Case) -> dict[str, Any]:
     for each in call.ranges.sequences:
         written[each.q_first : each.q_stop] = True
     untouched = bool(results[0][~written].isnan().all() and results[1][:, ~written].isnan().all())
-    packed = call.packed()
-    same_bits = same(
-        tuple(t[written] for t in (results[0], results[1].T)), tuple(t[written] for t in (packed[0], packed[1].T))
-    )
+    same_bits = True
+    if all(each.shift is None for each in call.ranges.sequences):  # else no packed sequences have these pairs
+        packed = call.packed()
+        same_bits = same(
+            tuple(t[written] for t in (results[0], results[1].T)), tuple(t[written] for t in (packed[0], packed[1].T))
+        )
     ok = error <= RELATIVE[case.dtype] and lse_error < 1e-4 and same_bits and untouched
     return {"case": str(case), "ok": ok, "error": error, "lse_error": lse_error, "same_bits": same_bits,
             "untouched": untouched, "config": KERNEL.config(call.problem).describe()}  # fmt: skip
@@ -361,10 +374,9 @@ def two_lanes(call: Call) -> Callable[[], None]:
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
     out, _ = call.empty()
     runs = []
-    for each in call.ranges.sequences:
+    for each in call.blocks:
         rows, keys = slice(each.q_first, each.q_stop), slice(each.k_first, each.k_stop)
-        problem = replace(call.problem, batch=1, varlen=False, seqlen_q=each.q_stop - each.q_first,
-                          seqlen_k=each.k_stop - each.k_first)  # fmt: skip
+        problem = dense_problem(call.problem, each)
         tensors = [t[None] for t in (call.q[rows], call.k[keys], call.v[keys])]
         own = torch.empty(1, call.q.shape[1], each.q_stop - each.q_first, device=HERE)
         repeat = KERNEL.prepare(problem, Inputs(*tensors), out[None, rows], own)
@@ -441,20 +453,17 @@ def compile_ahead() -> dict[str, Any]:
         if blocks is None:
             continue
         problem = problem_of(case, blocks)
-        dense = None
         if len(blocks) == 1:
-            one = blocks[0]
-            dense = replace(problem, batch=1, varlen=False, seqlen_q=one.q_stop, seqlen_k=one.k_stop)
+            dense = dense_problem(problem, blocks[0])
             sources.append(replace(KERNEL.config(dense), arrivals=case not in ONE_LAUNCH).source())
         config = replace(KERNEL.config(problem), ranges=True)
         sources.append(config.source())
         sources += [replace(config, arrivals=True).source()] if case not in ONE_LAUNCH else []
         sources += [KERNEL.config(problem).source()] if case in ONE_LAUNCH else []
         if case in timed:
-            lengths = [(each.q_stop - each.q_first, each.k_stop - each.k_first) for each in blocks]
-            for rows, keys in (*lengths, (sum(case.lengths),) * 2):
-                dense = replace(problem, batch=1, varlen=False, seqlen_q=rows, seqlen_k=keys)
-                sources.append(KERNEL.config(dense).source())
+            whole = replace(problem, batch=1, varlen=False, seqlen_q=sum(case.lengths), seqlen_k=sum(case.lengths))
+            sources += [KERNEL.config(each).source()
+                        for each in (whole, *(dense_problem(problem, block) for block in blocks))]  # fmt: skip
     sources = list(dict.fromkeys(sources))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda source: jit.compile(source, "sm_90a"), sources))
@@ -496,18 +505,23 @@ def parts(options: argparse.Namespace, until: float) -> Iterator[tuple[str, Call
     yield "kernels", compile_ahead
     for case in ONE_LAUNCH if "one-launch" in options.do else ():
         yield f"one launch: {case}", lambda case=case: check_one_launch(case)
+    begun = {part: begin(part) for part in PARTS if "lost" in options.do}
     if "arrive" in options.do:
-        begun = {part: begin(part) for part in PARTS}
         for case in ARRIVE:
             yield f"keys that arrive: {case}", lambda case=case: check_arrivals(case, 20, until)
         yield "repeats", lambda: check_arrivals(ARRIVE[1], options.repeats, until - 4)
-        for part, process in begun.items():
-            yield part, lambda process=process: result_of(process)
+    for part, process in begun.items():
+        yield part, lambda process=process: result_of(process)
     for name in TIMED if "times" in options.do else ():
         yield "times", lambda name=name: times(name)
 
 
-NAMES = {"arrive": "arriving_keys.json", "one-launch": "ranges_in_one_launch.json", "times": "arriving_keys_times.json"}
+NAMES = {
+    "arrive": "arriving_keys.json",
+    "one-launch": "ranges_in_one_launch.json",
+    "lost": "arriving_keys_lost.json",
+    "times": "arriving_keys_times.json",
+}
 """What is done, and the file of each; of several, that of the first."""
 
 

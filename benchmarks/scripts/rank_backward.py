@@ -193,6 +193,9 @@ CHECKED = [
     ("deterministic, rank 2 of 4", Division("zigzag", (4441,), 4, -1, 0), 2, Kind(4, 1, deterministic=True)),
     ("head dim 64", Division("zigzag", (3001,), 2, -1, 0), 0, Kind(8, 2, 64)),
     ("head dim 64, deterministic", Division("zigzag", (3001,), 2, -1, 0), 0, Kind(8, 2, 64, deterministic=True)),
+    ("a window of two sides", Division("zigzag", (3001,), 2, 700, 200), 0, Kind(4, 2)),
+    ("two sides, deterministic", Division("zigzag", (2777,), 3, 300, 90), 1, Kind(4, 2, 64, deterministic=True)),
+    ("no left side, 40 on the right side", Division("zigzag", (2049,), 2, -1, 40), 0, Kind(4, 4, 96)),
     ("head dim 96, f16", Division("zigzag", (2049,), 3, -1, 0), 0, Kind(4, 4, 96, torch.float16)),
 ]
 """Ranks with two blocks whose backward is checked."""
@@ -340,14 +343,16 @@ def measured(name: str, device: torch.device) -> dict[str, Any]:
 def main() -> None:
     parser = options(__doc__, "rank_backward", 30.0)
     parser.add_argument("--only-times", action="store_true", help="no checks")
+    parser.add_argument("--check", default="", help="only checks whose name has this")
     arguments = parser.parse_args()
     device = device_or_exit()
     faulthandler.dump_traceback_later(arguments.seconds + 15, exit=True)
     parts = [("kernels", compile_ahead)]
-    parts += [(name, lambda call=call: checked(*call, device)) for name, *call in CHECKED]
+    parts += [(name, lambda call=call: checked(*call, device)) for name, *call in CHECKED if arguments.check in name]
     for kind in (Kind(8, 2), Kind(32, 16), Kind(4, 1, deterministic=True), Kind(4, 2, 64, deterministic=True)):
         what = f"as one GPU: {kind}"
-        parts.append((what, lambda kind=kind: as_one_gpu(kind, 1920, 3777, device)))
+        if arguments.check in what:
+            parts.append((what, lambda kind=kind: as_one_gpu(kind, 1920, 3777, device)))
     if arguments.only_times:
         parts = parts[:1]
     parts += [(name, lambda name=name: measured(name, device)) for name in PROBLEMS]

@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -111,12 +111,13 @@ class Problem:
 
     def __init__(
         self, ranks: int, tokens: int | tuple[int, ...] = 3001, heads: tuple[int, int] = (8, 4), head_dim: int = 128,
-        layout: Any = "zigzag", left: int = -1,
+        layout: Any = "zigzag", left: int = -1, right: int = 0,
     ) -> None:  # fmt: skip
         torch.manual_seed(3)
         self.lengths = (tokens,) if isinstance(tokens, int) else tokens
         self.ranks, self.layout, self.left, self.heads = ranks, layout, left, heads
-        self.division = Division(layout, self.lengths, ranks, left, 0)
+        self.right = right
+        self.division = Division(layout, self.lengths, ranks, left, right)
         shapes = [(1, sum(self.lengths), count, head_dim) for count in (heads[0], heads[1], heads[1], heads[0])]
         self.whole = [torch.randn(shape, dtype=torch.bfloat16, device=HERE) for shape in shapes]
         self.rows = [token_indices(layout, self.lengths, ranks, rank).to(HERE) for rank in range(ranks)]
@@ -124,7 +125,7 @@ class Problem:
     def __str__(self) -> str:
         _, length, _, dim = self.whole[0].shape
         what = f"{len(self.lengths)} documents" if len(self.lengths) > 1 else "one sequence"
-        size = f"{length} tokens, {self.ranks} ranks, heads {self.heads}, D {dim}, left {self.left}"
+        size = f"{length} tokens, {self.ranks} ranks, heads {self.heads}, D {dim}, window {self.left},{self.right}"
         return f"{what}, {self.layout}, {size}"
 
     def of_rank(self, rank: int) -> list[torch.Tensor]:
@@ -135,12 +136,13 @@ class Problem:
     def expected(self) -> dict[str, torch.Tensor]:
         """Output and gradients of one GPU."""
         q, k, v = (t.clone().requires_grad_() for t in self.whole[:3])
+        options = {"causal": self.right == 0, "window_size": (self.left, self.right)}
         if len(self.lengths) == 1:
-            out = flashlane.flash_attn_func(q, k, v, causal=True, window_size=(self.left, 0))
+            out = flashlane.flash_attn_func(q, k, v, **options)
         else:
             ends = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=HERE)
             given = q[0], k[0], v[0], ends, ends, max(self.lengths), max(self.lengths)
-            out = flashlane.flash_attn_varlen_func(*given, causal=True, window_size=(self.left, 0))[None]
+            out = flashlane.flash_attn_varlen_func(*given, **options)[None]
         out.backward(self.whole[3])
         return {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
 
@@ -265,6 +267,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "documents": lambda: Problem(2, DOCUMENTS),
     "fewer documents": lambda: Problem(2, DOCUMENTS[:12]),
     "many chunks": lambda: Problem(2, 16384, (8, 2)),
+    "two sides": lambda: Problem(3, 3500, left=600, right=200),
+    "two sides of documents": lambda: Problem(2, DOCUMENTS, left=300, right=70),
 }
 FIRST = ("two ranks", "documents", "fewer documents")
 
@@ -282,9 +286,9 @@ def kernels_of(problem: Problem) -> Iterator[KernelSource]:
 
     if len(problem.lengths) > 1:
         longest, count = max(problem.lengths), len(problem.lengths)
-        yield from sources_of(replace(asked(longest, longest, problem.left, 0), batch=count, varlen=True))
+        yield from sources_of(replace(asked(longest, longest, problem.left, problem.right), batch=count, varlen=True))
     else:
-        yield from sources_of(asked(length, length, problem.left, 0))
+        yield from sources_of(asked(length, length, problem.left, problem.right))
     groups = set(peer_memory.head_counts(head_bounds(stride_by_copies(kv_heads)[1], kv_heads)))
     for rank in range(problem.ranks):
         blocks = blocks_of_all(gather_calls(problem.division, rank, True, False)) or []
@@ -303,9 +307,9 @@ def kernels_of(problem: Problem) -> Iterator[KernelSource]:
         yield replace(KERNEL.config(polled), ranges=True, arrivals=True).source()
 
 
-def compile_ahead() -> dict[str, Any]:
+def compile_ahead(names: Iterable[str] = PROBLEMS) -> dict[str, Any]:
     """The kernels of all problems at once."""
-    problems = [make() for make in PROBLEMS.values()] + [Problem(2, SHARED_TOKENS)]
+    problems = [PROBLEMS[name]() for name in names] + [Problem(2, SHARED_TOKENS)]
     sources = list(dict.fromkeys(source for problem in problems for source in kernels_of(problem)))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda source: jit.compile(source, "sm_90a"), sources))
@@ -452,6 +456,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for ranks_on_one_gpu.json")
     parser.add_argument("--seconds", type=float, default=60, help="nothing is begun after so many")
     parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--only", nargs="+", choices=PROBLEMS, help="these problems in one process, and nothing else")
     parser.add_argument("--apart", choices=APART, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.apart:
@@ -473,6 +478,9 @@ def main() -> None:
         ("two processes", lambda: apart("two processes", folder)),
         ("symmetric memory", lambda: apart("symmetric memory", folder)),
     ]
+    if options.only:
+        runs = [("kernels", lambda: compile_ahead(options.only))]
+        runs += [(name, lambda name=name: in_one_process(name)) for name in options.only]
     sys.exit(not run_parts(runs, options.seconds, options.out / "ranks_on_one_gpu.json"))
 
 

@@ -151,7 +151,8 @@ def test_keys_that_come_in_chunks_while_a_kernel_polls_their_flags(pool: RankPoo
 @pytest.mark.parametrize("transport", ["messages", "copies"])
 def test_a_backward_of_two_chunks_in_one_launch(pool: RankPool, transport: str) -> None:
     wrong = {}
-    for number, variant in enumerate((*VARIANTS, {"lengths": (61,), "window": (30, 0)}, {"lengths": (200,)})):
+    more = {"lengths": (61,), "window": (30, 0)}, {"lengths": (200,)}, {"causal": False, "window": (9, 4)}
+    for number, variant in enumerate((*VARIANTS, *more)):
         ranks = 2 + number % 3
         case = Case(
             **variant, transport=transport, shared=True, again=number % 2 == 0, reads_lse=False,
@@ -168,21 +169,31 @@ def test_all_ranks_but_the_last_have_two_chunks_in_it(pool: RankPool) -> None:
     assert pool.run(cases.shares_on_rank, case, 4) == [[True]] * 3 + [[False]]
     case = dataclasses.replace(case, heads_k_stride=1)
     assert pool.run(cases.shares_on_rank, case, 3, ranks=[0, 1, 2]) == [[True] * 2] * 2 + [[False] * 2]
+    case = Case(lengths=(61,), shared=True, reads_lse=False, causal=False, window=(9, 4))
+    assert pool.run(cases.shares_on_rank, case, 4) == [[True]] * 3 + [[False]]
 
 
 @pytest.mark.slow
 def test_such_a_kernel_computes_all_blocks_in_one_launch(pool: RankPool) -> None:
     case = Case(lengths=(200,), transport="copies", polled=True)
     assert pool.run(cases.launches_on_rank, case, 4) == [[2], [2], [2], [1]]
+    case = dataclasses.replace(case, causal=False, window=(40, 7))
+    assert pool.run(cases.launches_on_rank, case, 4) == [[2], [2], [2], [1]]
 
 
 @pytest.mark.slow
 def test_packed_blocks_read_each_key_where_it_lies(pool: RankPool) -> None:
-    """One launch over ranges of the gathered keys, in groups of heads too; the backward has packed copies of them."""
-    for stride, reads_lse in ((None, True), (1, False)):
+    """One launch over ranges of the gathered keys, in groups of heads too; the backward has packed copies of them.
+
+    Blocks of a window of two sides have several windows by their last queries and keys, and one in positions.
+    """
+    windows = {}, {"window": (6, 0)}, {"causal": False, "window": (3, 2)}, {"causal": False, "window": (-1, 4)}
+    for number, window in enumerate(windows * 2):
+        stride, reads_lse = ((None, True), (1, False))[number // len(windows)]
         case = Case(
-            lengths=(9, 4, 17, 30, 5, 3, 21), polled=True, heads_k_stride=stride, reads_lse=reads_lse, again=True
-        )
+            lengths=(9, 4, 17, 30, 5, 3, 21), polled=True, heads_k_stride=stride, reads_lse=reads_lse, again=True,
+            **window,
+        )  # fmt: skip
         assert not differences(pool, case, 3), str(case)
         launches = pool.run(cases.launches_on_rank, dataclasses.replace(case, again=False), 3, ranks=[0, 1, 2])
         assert all(each == [each[0]] * (2 if stride else 1) and each[0] > 4 for each in launches), launches

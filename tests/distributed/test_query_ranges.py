@@ -12,7 +12,7 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.core.ranges import QueryRanges
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.plan import Division, gather_calls
-from flashlane.distributed.ranged import query_ranges_of
+from flashlane.distributed.ranged import blocks_of_all, query_ranges_of, ranges_of, window_of
 from flashlane.kernels.hopper.backward.head_swizzle import steps_of
 
 SIDES = st.sampled_from((-1, 0, 1, 3, 8, 20))
@@ -47,13 +47,38 @@ def test_a_query_sees_the_keys_of_its_block(
         assert shown_by_ranges(like, ranges, rows, keys) == shown(tuple(blocks))
 
 
-@pytest.mark.parametrize("length, ranks, left", [(64, 2, -1), (61, 2, -1), (37, 3, -1), (61, 4, -1), (64, 2, 20)])
-def test_all_ranks_but_the_last_have_two_ranges(length: int, ranks: int, left: int) -> None:
-    found = []
+@pytest.mark.parametrize("left, right", [(-1, 0), (20, 0), (5, 0), (4, 3), (20, 7), (-1, 5), (9, -1)])
+@pytest.mark.parametrize("length, ranks", [(64, 2), (61, 2), (37, 3), (61, 4)])
+def test_two_blocks_are_two_ranges_whatever_the_window(length: int, ranks: int, left: int, right: int) -> None:
+    """All ranks but the last have two blocks, also the last one where its two chunks see other keys."""
     for rank in range(ranks):
-        blocks = blocks_of_rank(Division("zigzag", (length,), ranks, left, 0), rank)
-        found.append(query_ranges_of(blocks)[1] is not None)
-    assert found == [True] * (ranks - 1) + [False]
+        blocks = blocks_of_rank(Division("zigzag", (length,), ranks, left, right), rank)
+        assert len(blocks) == 2 or rank == ranks - 1
+        assert (query_ranges_of(blocks)[1] is not None) == (len(blocks) == 2)
+
+
+DOCUMENTS = st.lists(st.integers(0, 30), min_size=1, max_size=6).map(tuple)
+
+
+@given(st.sampled_from(("zigzag", "contiguous")), DOCUMENTS, st.integers(1, 4), st.data(), SIDES, SIDES)
+def test_all_blocks_of_a_rank_are_ranges_of_one_launch(
+    layout: str, lengths: tuple[int, ...], ranks: int, data: st.DataObject, left: int, right: int
+) -> None:
+    """Whatever the window and the documents: each query sees the keys of its block by the window of the launch."""
+    division = Division(layout, lengths, ranks, left, right)  # type: ignore[arg-type]
+    calls = gather_calls(division, data.draw(st.integers(0, ranks - 1)), True, False)
+    blocks = blocks_of_all(calls)
+    assert (blocks is None) == (not calls.calls)
+    if blocks is None:
+        return
+    of_launch, found = window_of(blocks), set()
+    for each in ranges_of(blocks).sequences:
+        for row in range(each.q_stop - each.q_first):
+            for key in range(each.k_stop - each.k_first):
+                apart = row + each.alignment - key
+                if (of_launch[0] < 0 or apart <= of_launch[0]) and (of_launch[1] < 0 or -apart <= of_launch[1]):
+                    found.add((each.q_first + row, each.k_first + key))
+    assert found == shown(calls.blocks)
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 500), st.integers(0, 500))

@@ -6,10 +6,10 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from unittest import mock
 
 import torch
+from aligned_problems import aligned
 
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import OWN, Arriving, Range, RangedRepeat, Ranges
@@ -41,11 +41,10 @@ def prepare_ranges(
         for each in ranges.sequences:
             keys, values = _read(ranges, each, (k, v), now)
             rows = slice(each.q_first, each.q_stop)
-            shape = {"batch": 1, "varlen": False, "seqlen_q": each.q_stop - each.q_first, "seqlen_k": len(keys)}
+            of_range = aligned(problem, each.q_stop - each.q_first, len(keys), each.alignment)
+            assert of_range.seqlen_k == len(keys), f"the last query of {each} does not see the last key"
             own, own_lse = out[rows].clone(), lse[:, rows].clone()
-            self.forward(
-                replace(problem, **shape), Inputs(q[None, rows], keys[None], values[None]), own[None], own_lse[None]
-            )
+            self.forward(of_range, Inputs(q[None, rows], keys[None], values[None]), own[None], own_lse[None])
             out[rows], lse[:, rows] = own, own_lse
 
     return run

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from unittest import mock
 
 import torch
+from aligned_problems import aligned
 
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
@@ -22,7 +22,7 @@ used: list[bool] = []
 def prepare_share(
     self: BackwardKernel, problem: AttentionProblem, inputs: Inputs, ranges: QueryRanges | None = None
 ) -> RepeatBackward:
-    """Each range by the kernel's own backward, over the keys up to the one that its last query is aligned with."""
+    """Each range by the kernel's own backward, over the keys up to the last one that its queries see."""
 
     def repeat(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v, out, lse, do, dq = tensors
@@ -31,8 +31,8 @@ def prepare_share(
         bounds = (0, q.shape[1]) if ranges is None else (0, ranges.rows, q.shape[1])
         shifts = (k.shape[1] - q.shape[1],) if ranges is None else ranges.shifts
         for first, stop, shift in zip(bounds, bounds[1:], shifts, strict=False):
-            rows, keys = slice(first, stop), slice(0, shift + stop - first)
-            own = replace(problem, seqlen_q=stop - first, seqlen_k=keys.stop)
+            own = aligned(problem, stop - first, k.shape[1], shift)
+            rows, keys = slice(first, stop), slice(0, own.seqlen_k)
             given = Inputs(q[:, rows], k[:, keys], v[:, keys])
             found = self.run(own, given, out[:, rows], lse[:, :, rows].contiguous(), do[:, rows], None)
             dq[:, rows] = found.q

@@ -29,6 +29,13 @@ class Range(NamedTuple):
     q_stop: int
     k_first: int
     k_stop: int
+    shift: int | None = None
+    """Query i of the sequence is aligned with its key ``i + shift``; None: its last query with its last key."""
+
+    @property
+    def alignment(self) -> int:
+        """The shift as a number."""
+        return self.k_stop - self.k_first - self.q_stop + self.q_first if self.shift is None else self.shift
 
 
 class Chunk(NamedTuple):
@@ -47,7 +54,7 @@ class Ranges:
     """The sequences of a launch, in the order in which they are begun: those with most work belong first.
 
     No row is in two of them, and rows of the output that lie in none are not written. Ranges of keys may
-    overlap, and none is empty. A mask is bottom-right aligned in each: by its last row and its last key.
+    overlap, and none is empty. All have one window, which counts from the key that a query is aligned with.
 
     Raises:
         ValueError: a range is empty, rows or chunks overlap, or there are more than :data:`MOST_CHUNKS` chunks.
@@ -64,7 +71,7 @@ class Ranges:
 
     def __post_init__(self) -> None:
         for each in self.sequences:
-            if each.q_stop <= each.q_first or each.k_stop <= each.k_first or min(each) < 0:
+            if each.q_stop <= each.q_first or each.k_stop <= each.k_first or min(each[:4]) < 0:
                 raise ValueError(f"{each} is empty; each range must have rows and keys")
         for what, found in (("rows", self.sequences), ("chunks", self.chunks)):
             ends = sorted(each[:2] for each in found)
@@ -83,14 +90,14 @@ class Ranges:
         )
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """First and stop rows, first and stop keys, int32 ``(sequences, 2)`` each, and the chunks, ``(chunks, 4)``.
-
-        They are made once for each device.
+        """First and stop rows, int32 ``(sequences, 2)``; first and stop keys and alignments, ``(sequences, 3)``; and
+        the chunks, ``(chunks, 4)``. They are made once for each device.
         """
         import torch
 
         if device not in self.tensors:
-            kinds = ([each[:2] for each in self.sequences], [each[2:] for each in self.sequences], self.chunks)
+            rows, keys = zip(*((each[:2], (*each[2:4], each.alignment)) for each in self.sequences), strict=True)
+            kinds = rows, keys, self.chunks
             self.tensors[device] = tuple(torch.tensor(each, dtype=torch.int32, device=device) for each in kinds)
         return self.tensors[device]
 

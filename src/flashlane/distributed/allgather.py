@@ -125,8 +125,10 @@ def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list
 def _launches(
     task: Task, calls: Calls, groups: list[_HeadGroup], q: torch.Tensor, out: torch.Tensor, modifiers: Modifiers
 ) -> list[tuple[Launch | RangedLaunch, ...]] | None:
-    """The prepared launches of each group of heads; None unless all calls have one."""
-    if not calls.disjoint or any(each is not None for each in modifiers):
+    """The prepared launches of each group of heads, or of packed calls the one for all of them; None unless all calls
+    have one."""
+    apart = calls.disjoint or any(isinstance(call, Packed) for call in calls.calls)
+    if not apart or any(each is not None for each in modifiers):
         return None
     of_groups = []
     for each in groups:
@@ -246,12 +248,14 @@ def _launch_all(
     out: torch.Tensor,
     streams: CallStreams,
 ) -> list[torch.Tensor]:
-    """Write the output, and return the LSE ``(b, h, rows)`` of each call, contiguous."""
+    """Write the output, and return the LSE ``(b, h, rows)`` of each launch, contiguous."""
     batch, _, heads, _ = q.shape
-    counts = (call.rows if isinstance(call, Packed) else call.q_stop - call.q_first for call in calls.calls)
+    counts = (each.rows.stop - each.rows.start for each in launches[0])
     lses = [q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype)) for count in counts]
+    ranged = any(isinstance(each, RangedLaunch) for each in launches[0])
+    order = [(group, 0) for group in range(len(groups))] if ranged else calls.order(len(groups))
     with torch_rules.no_autocast(q):
-        for at, (group, number) in enumerate(calls.order(len(groups))):
+        for at, (group, number) in enumerate(order):
             stream, each = at % COMPUTE_STREAMS, groups[group]
             _, kv = each.read_by(calls, number, streams, stream)
             with streams.on(stream):

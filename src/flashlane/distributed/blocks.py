@@ -34,6 +34,11 @@ class Block:
     """Position of a query minus that of the key that the kernel aligns it with."""
 
     @property
+    def shift(self) -> int:
+        """In positions, query i of the block has that of its key ``i + shift``; for a step of 1."""
+        return self.k_stop - self.k_first - (self.q_stop - self.q_first) + self.offset
+
+    @property
     def whole(self) -> bool:
         """Whether every query sees every key."""
         return self.left < 0 and self.right < 0
@@ -139,7 +144,7 @@ def _join_queries(one: Block, other: Block) -> Block | None:
     if one.document != other.document or one.q_stop != other.q_first or one.k_first != other.k_first:
         return None
     if one.whole and other.whole and one.k_stop == other.k_stop:
-        return replace(one, q_stop=other.q_stop)
+        return replace(other, q_first=one.q_first)
     causal = one.left < 0 and other.left < 0 and one.right == other.right == 0
     if causal and other.k_stop - one.k_stop == other.q_stop - one.q_stop:
         return replace(other, q_first=one.q_first)

@@ -121,6 +121,10 @@ class Calls:
     """Whether every row is in at most one of the calls' blocks, so that nothing has to be merged."""
     full: bool
     """Whether every row is in some block."""
+    blocks: tuple[Block, ...] = ()
+    """The blocks of all calls with windows of their own, by their rows."""
+    one_phase: bool = True
+    """Whether every row is in at most one block; packed blocks with several windows are in calls that are merged."""
     own: tuple[Block | None, ...] = ()
     """For each call the same block over this rank's own keys; None if it needs keys of other ranks, or is packed."""
 
@@ -144,7 +148,8 @@ class Calls:
         covered = sum(block.q_stop - block.q_first for block in phases[0]) if phases else 0
         shifted = positional and any(block.offset for phase in phases for block in phase)
         disjoint = len(phases) <= 1 and not (packed and len(calls) > 1) and not shifted
-        return cls(tuple(calls), rows, disjoint, covered == rows, (None,) * len(calls))
+        every = tuple(block for phase in phases for block in phase)
+        return cls(tuple(calls), rows, disjoint, covered == rows, every, len(phases) <= 1, (None,) * len(calls))
 
     def knowing(self, shard: Iterable[tuple[int, int, int]]) -> Calls:
         """The same calls with :attr:`own` set.

@@ -124,7 +124,7 @@ class RangedBackward:
         like, ranges, keys = query_ranges_of(blocks)
         if ranges is None or max(each.q_stop for each in blocks) != q.shape[1]:
             return None
-        one = launches[blocks.index(like)]
+        one = launches[0]
         problem = replace(
             one.problem, seqlen_q=q.shape[1], seqlen_k=keys.stop - keys.start, window_left=like.left,
             window_right=like.right,
@@ -155,8 +155,8 @@ class RangedLaunch:
 
     @classmethod
     def of(cls, calls: Calls, q: torch.Tensor, kv: Pair, out: torch.Tensor, settings: Settings) -> RangedLaunch | None:
-        """The launch of ``calls``; None unless they are one packed call with all rows that some kernel computes."""
-        if not (DOCUMENTS_AS_RANGES and len(calls.calls) == 1 and calls.full):
+        """The one launch of all ``calls``, which are packed; None where rows see nothing or no kernel has it."""
+        if not (DOCUMENTS_AS_RANGES and calls.full):
             return None
         blocks = blocks_of_all(calls)
         found = None if blocks is None else prepare_ranged(blocks, (), q, kv, out, settings)
@@ -196,7 +196,7 @@ def launches_of(
 
     Args:
         cached: the launches of earlier calls with these ``calls`` and ``settings``; those of this call are added.
-        calls: blocks of this rank, which share no rows.
+        calls: of this rank: blocks which share no rows, or packed blocks, which have one launch in all.
         q: ``(b, rows, h, d)``.
         own: this rank's keys ``(b, rows, hk, d)`` and values ``(b, rows, hk, dv)``.
         gathered: the keys ``(b, keys, hk, d)`` and values ``(b, keys, hk, dv)`` that ``calls`` index, contiguous.

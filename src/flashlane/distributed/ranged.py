@@ -13,7 +13,7 @@ from flashlane.core.problem import Inputs
 from flashlane.core.ranges import EDGE, MOST_CHUNKS, OWN, Arriving, Chunk, QueryRanges, Range, RangedRepeat, Ranges
 from flashlane.distributed.attend import Settings, prepare
 from flashlane.distributed.blocks import Block
-from flashlane.distributed.calls import Calls, Packed
+from flashlane.distributed.calls import Calls
 from flashlane.distributed.layout import PLANS
 from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import MOST_GROUPS, flag_of
@@ -38,12 +38,13 @@ class ArrivingChunk(NamedTuple):
 
 
 def blocks_of_all(calls: Calls) -> list[Block] | None:
-    """The blocks of all calls, those with most work first; None if no single window is right for all of them."""
-    found = [block for call in calls.calls for block in (call.blocks if isinstance(call, Packed) else (call,))]
-    if not found or not calls.disjoint:
-        return None
-    like = min(found, key=lambda block: (block.left < 0) + (block.right < 0))
-    if not all(block.allows(like.left, like.right) for block in found):
+    """The blocks of all calls, those with most work first; None if rows or no single window are right for all of them.
+
+    Rows are where each row is in one block. A window is where it is the same by the blocks' own alignments, or where
+    rows and keys are neighbours in their sequence, so that it is the same in positions.
+    """
+    found = calls.blocks
+    if not found or not calls.one_phase or not (_like(found) or all(block.step == 1 for block in found)):
         return None
     return sorted(found, key=_work, reverse=True)
 
@@ -52,15 +53,33 @@ def _work(block: Block) -> int:
     return (block.q_stop - block.q_first) * (block.k_stop - block.k_first)
 
 
-def window_of(blocks: Iterable[Block]) -> tuple[int, int]:
-    """The window of :func:`blocks_of_all`."""
+def _like(blocks: Sequence[Block]) -> Block | None:
+    """A block whose window is right for all blocks by their own alignments."""
     like = min(blocks, key=lambda block: (block.left < 0) + (block.right < 0))
-    return like.left, like.right
+    return like if all(block.allows(like.left, like.right) for block in blocks) else None
 
 
-def ranges_of(blocks: Iterable[Block], chunks: tuple[Chunk, ...] = ()) -> Ranges:
+def window_of(blocks: Sequence[Block]) -> tuple[int, int]:
+    """The window of :func:`blocks_of_all`, which counts from the alignments of :func:`ranges_of`."""
+    like = _like(blocks)
+    return _window_in_positions(blocks) if like is None else (like.left, like.right)
+
+
+def _window_in_positions(blocks: Iterable[Block]) -> tuple[int, int]:
+    """The window of the sequence; a side that hides nothing from any block is unbounded."""
+    return (
+        max((each.left + each.offset for each in blocks if each.left >= 0), default=-1),
+        max((each.right - each.offset for each in blocks if each.right >= 0), default=-1),
+    )
+
+
+def ranges_of(blocks: Sequence[Block], chunks: tuple[Chunk, ...] = ()) -> Ranges:
     """Blocks as the sequences of one launch."""
-    return Ranges(tuple(Range(each.q_first, each.q_stop, each.k_first, each.k_stop) for each in blocks), chunks)
+    own = _like(blocks) is not None
+    return Ranges(
+        tuple(Range(each.q_first, each.q_stop, each.k_first, each.k_stop, None if own else each.shift)
+              for each in blocks), chunks,
+    )  # fmt: skip
 
 
 def query_ranges_of(blocks: Sequence[Block]) -> tuple[Block, QueryRanges | None, slice]:
@@ -71,13 +90,20 @@ def query_ranges_of(blocks: Sequence[Block]) -> tuple[Block, QueryRanges | None,
     """
     like = min(blocks, key=lambda block: (block.left < 0) + (block.right < 0))
     keys = slice(min(each.k_first for each in blocks), max(each.k_stop for each in blocks))
-    if len(blocks) != 2 or not all(_is_range(each, like, keys) for each in blocks):
+    if len(blocks) != 2:
         return like, None, keys
     first, second = sorted(blocks, key=lambda block: block.q_first)
     if first.q_first != 0 or first.q_stop != second.q_first or first.step != second.step:
         return like, None, keys
-    shifts = tuple(each.k_stop - keys.start - (each.q_stop - each.q_first) for each in (first, second))
-    return like, QueryRanges(first.q_stop, shifts), keys
+    if all(_is_range(each, like, keys) for each in blocks):
+        shifts = tuple(each.k_stop - keys.start - (each.q_stop - each.q_first) for each in (first, second))
+        return like, QueryRanges(first.q_stop, shifts), keys
+    left, right = _window_in_positions(blocks)
+    shifts = tuple(each.k_first - keys.start + each.shift for each in (first, second))
+    if first.step != 1 or not all(_is_band(each, shift, (left, right), keys)
+                                  for each, shift in zip((first, second), shifts, strict=True)):  # fmt: skip
+        return like, None, keys
+    return replace(like, left=left, right=right), QueryRanges(first.q_stop, shifts), keys
 
 
 def _is_range(block: Block, like: Block, keys: slice) -> bool:
@@ -86,6 +112,15 @@ def _is_range(block: Block, like: Block, keys: slice) -> bool:
     hides_later = like.right == 0 or block.k_stop == keys.stop
     hides_earlier = block.k_first == keys.start or 0 <= like.left <= block.k_stop - rows - block.k_first
     return block.allows(like.left, like.right) and hides_later and hides_earlier
+
+
+def _is_band(block: Block, shift: int, window: tuple[int, int], keys: slice) -> bool:
+    """Whether a window, which counts from the keys that ``shift`` aligns queries with, shows a block's queries the
+    block's keys and no others."""
+    (left, right), last = window, block.q_stop - block.q_first - 1
+    first_seen = keys.start if left < 0 else max(keys.start, keys.start + shift - left)
+    stop_seen = keys.stop if right < 0 else min(keys.stop, keys.start + shift + last + right + 1)
+    return first_seen == block.k_first and stop_seen == block.k_stop
 
 
 def prepare_ranged(

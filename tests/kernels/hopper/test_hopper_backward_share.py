@@ -44,6 +44,7 @@ PROBLEMS = {
     "D64": replace(CAUSAL, head_dim=64, head_dim_v=64),
     "D64 deterministic": replace(CAUSAL, head_dim=64, head_dim_v=64, deterministic=True),
     "D128 window": replace(CAUSAL, window_left=700),
+    "D128 two sides": replace(CAUSAL, window_left=700, window_right=200),
     "D128 split-Q": replace(CAUSAL, heads=4, kv_heads=1),
 }
 

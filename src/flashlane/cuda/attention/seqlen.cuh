@@ -31,8 +31,9 @@ struct SeqlenParams {
 // Packed queries: rows after the last sequence.
 //     ONE_MORE_SEQUENCE  they count as one more sequence, without keys, and seqlen_q is the number of all rows
 //     IGNORED            no sequence is longer than seqlen_q, which bounds the blocks that were prepared for it
-//     RANGES             no sequence has them. cu_seqlens_* hold two numbers a sequence, its first row and its end, so
-//                        that sequences come in any order, and ranges of keys may overlap
+//     RANGES             no sequence has them. cu_seqlens_* hold the first row and the end of each sequence, and
+//                        cu_seqlens_k its shift besides, so that sequences come in any order, ranges of keys may
+//                        overlap, and a window may reach past the last key
 enum class Tail { ONE_MORE_SEQUENCE, IGNORED, RANGES };
 
 // The queries alone, for a kernel that needs no keys.
@@ -63,8 +64,10 @@ struct SeqlenInfo : QuerySeqlenInfo<VARLEN, TAIL> {
     __device__ __forceinline__ SeqlenInfo(const SeqlenParams& p, int batch)
         : QuerySeqlenInfo<VARLEN, TAIL>(p, batch), k_first(0), k_length(p.seqlen_k), k_batch(batch) {
         if constexpr (VARLEN && TAIL == Tail::RANGES) {
-            const int2 keys = reinterpret_cast<const int2*>(p.cu_seqlens_k)[batch];
-            k_first = keys.x, k_length = keys.y - keys.x, k_batch = 0;
+            const int* keys = p.cu_seqlens_k + 3 * batch;
+            k_first = keys[0], k_length = keys[1] - keys[0], k_batch = 0;
+            shift = keys[2];
+            return;
         } else if constexpr (VARLEN) {
             const bool after_last = TAIL == Tail::ONE_MORE_SEQUENCE && batch == p.batch;
             k_first = after_last ? 0 : p.cu_seqlens_k[batch], k_batch = 0;

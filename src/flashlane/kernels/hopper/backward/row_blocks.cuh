@@ -46,10 +46,7 @@ template <typename Params>
 __device__ __forceinline__ Seqlen seqlen_of(const Params& p, int sequence, int range) {
     Seqlen seqlen(p.seqlen, sequence);
     select_range(p, seqlen, range);
-    if constexpr (cfg::QUERY_RANGES) {                    // no query of a range sees a key after its last one's
-        seqlen.shift = p.range_shift[range];
-        seqlen.k_length = seqlen.shift + seqlen.q_length;
-    }
+    if constexpr (cfg::QUERY_RANGES) seqlen.shift = p.range_shift[range];
     return seqlen;
 }
 

@@ -112,7 +112,7 @@ def as_dense(
     past the end of a tensor: TMA then loads zeros.
     """
     first, *others = ranges.sequences
-    if others or first[:3] != (0, inputs.q.shape[0], 0):
+    if others or first[:3] != (0, inputs.q.shape[0], 0) or first != first._replace(shift=None):
         return None
     for chunk in ranges.chunks:
         own = arriving is not None and chunk.flag == OWN
