@@ -54,7 +54,6 @@ from flashlane.distributed.plan import Division
 
 SWITCHES: dict[str, tuple[Any, str]] = {
     "polled": (functional, "POLLED"),
-    "documents-as-ranges": (launches, "DOCUMENTS_AS_RANGES"),
     "two-ranges": (launches, "TWO_RANGES"),
     "f32-partials": (attend, "F32_PARTIALS"),
 }

@@ -2,9 +2,9 @@
 
     python benchmarks/scripts/rank_forward.py --out $OUT --seconds 20
 
-The keys are there. Packed blocks have a call whose keys are copied, or several that are merged where a window has two
-sides; up to four blocks have a launch each, on two streams. One launch reads each key where it lies. Of a ring it times
-the forward of all steps over shards that are there, with partial outputs rounded to bf16 and in f32.
+The keys are there. "Apart" are a call of packed blocks whose keys are copied, or several that are merged where a window
+has two sides; and of up to four blocks a launch each, on two streams. One launch reads each key where it lies. Of a
+ring it times the forward of all steps over shards that are there, with partial outputs rounded to bf16 and in f32.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ RELATIVE = 1e-2
 """Largest ‖one launch − default‖ / ‖default‖ of bf16 outputs."""
 
 
-def launched_as_now(call: Call, out: torch.Tensor, lse: torch.Tensor) -> Callable[[], None]:
-    """Packed blocks by the functions of context parallelism, with copies of their keys."""
+def launched_apart(call: Call, out: torch.Tensor, lse: torch.Tensor) -> Callable[[], None]:
+    """Packed blocks with copies of their keys, by the functions of context parallelism for calls with modifiers."""
     q, k, v = (t[None] for t in (call.q, call.k, call.v))
     settings = Settings(CallOptions(scale=call.case.head_dim**-0.5))
     results = Results(out[None], lse[None])
@@ -72,8 +72,7 @@ def one_launch(call: Call, out: torch.Tensor, lse: torch.Tensor) -> Callable[[],
         return lambda: run(call.q, call.k, call.v, out, lse, None)
     q, kv = call.q[None], (call.k[None], call.v[None])
     settings = Settings(CallOptions(scale=call.case.head_dim**-0.5))
-    with mock.patch.object(launches, "DOCUMENTS_AS_RANGES", True):
-        found = launches.launches_of({}, call.calls, q, kv, kv, out[None], settings)
+    found = launches.launches_of({}, call.calls, q, kv, kv, out[None], settings)
     if found is None:
         raise ValueError(f"{call.case} has no one launch")
     return lambda: found[0].forward(q, kv, out[None], lse[None])
@@ -101,17 +100,17 @@ def measured(name: str) -> dict[str, Any]:
         one = one_launch(call, out, lse)
         one()
         if packed:
-            default = launched_as_now(call, expected, right)
+            default = launched_apart(call, expected, right)
             default()
             error = float((out.float() - expected.float()).norm() / expected.float().norm())
             row["ok"] &= error < RELATIVE and bool((lse - right).abs().max() < 1e-3)
             row["host"] |= {
-                f"rank {rank}: now": host_microseconds(default),
-                f"rank {rank}: one": host_microseconds(one),
+                f"rank {rank}: apart": host_microseconds(default),
+                f"rank {rank}: one launch": host_microseconds(one),
             }
         else:
             default = two_lanes(call)
-        runs |= {f"rank {rank}: now": default, f"rank {rank}: one": one}
+        runs |= {f"rank {rank}: apart": default, f"rank {rank}: one launch": one}
     row["microseconds"] = microseconds(runs, rounds=5, count=10)
     return row
 

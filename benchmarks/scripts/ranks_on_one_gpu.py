@@ -38,7 +38,7 @@ from gpu_run import run_parts
 import flashlane
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, CallOptions
-from flashlane.distributed import copies, functional, launches, peer_memory, streams
+from flashlane.distributed import copies, functional, peer_memory, streams
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Ranks
@@ -319,7 +319,6 @@ def compile_ahead(names: Iterable[str] = PROBLEMS) -> dict[str, Any]:
 def in_one_process(name: str, steps: int = 6) -> dict[str, Any]:
     """Output and gradients against one GPU; each step's output has the same bits."""
     problem = PROBLEMS[name]()
-    launches.DOCUMENTS_AS_RANGES = True
     ranks = InOneProcess(problem)
     ranks.warm_up(True)
     first = ranks.step(2e-3, True)

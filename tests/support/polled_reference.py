@@ -14,7 +14,7 @@ from aligned_problems import aligned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import OWN, Arriving, Range, RangedRepeat, Ranges
 from flashlane.core.registry import Kernel
-from flashlane.distributed import functional, launches, ranged
+from flashlane.distributed import functional, ranged
 from flashlane.distributed.peer_memory import FileMemory
 
 BLOCK = 4
@@ -85,7 +85,6 @@ def polling() -> Iterator[None]:
     functional._agreed.clear()  # calls that were checked keep their launches
     with (
         mock.patch.object(functional, "POLLED", True),
-        mock.patch.object(launches, "DOCUMENTS_AS_RANGES", True),
         mock.patch.object(ranged, "FEWEST_ROWS", PIECE),
         mock.patch.object(ranged, "EDGE", BLOCK),
         mock.patch.object(FileMemory, "polled", property(lambda self: (self.own.data_ptr(), 0))),

@@ -23,8 +23,6 @@ from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.ranged import blocks_of_all, prepare_ranged, query_ranges_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-DOCUMENTS_AS_RANGES = False
-"""Whether packed blocks are ranges of one launch over the keys as they lie, and not packed sequences with copies."""
 F32_GRADIENTS = True
 """Whether a backward writes dK and dV in f32, where its kernel can, so that they are rounded only after their sum."""
 TWO_RANGES = False
@@ -156,7 +154,7 @@ class RangedLaunch:
     @classmethod
     def of(cls, calls: Calls, q: torch.Tensor, kv: Pair, out: torch.Tensor, settings: Settings) -> RangedLaunch | None:
         """The one launch of all ``calls``, which are packed; None where rows see nothing or no kernel has it."""
-        if not (DOCUMENTS_AS_RANGES and calls.full):
+        if not calls.full:
             return None
         blocks = blocks_of_all(calls)
         found = None if blocks is None else prepare_ranged(blocks, (), q, kv, out, settings)
