@@ -11,6 +11,7 @@ from flashlane.bench.measure.timing import (
     PROTOCOLS,
     HostClock,
     Settings,
+    _plan,
     clock_for,
     clocks_for,
     drawn_order,
@@ -149,3 +150,13 @@ def test_gpu_clock_sees_the_work(protocol):
     settings = Settings(rounds=3, round_ms=1.0, warmup_ms=5.0, protocols=(protocol,))
     timings = measure([Product(small), Product(large)], clock_for(device, settings), settings)
     assert timings[1].median > 5 * timings[0].median > 0
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "expected"),
+    [(0.0, (7, 200)), (0.5, (7, 16)), (3.0, (7, 3)), (2000.0, (4, 1)), (9000.0, (2, 1))],
+    ids=["no time", "short", "a few", "over the budget", "one is over the budget"],
+)
+def test_a_call_has_as_many_rounds_as_its_budget_allows(milliseconds, expected):
+    settings = Settings(rounds=7, round_ms=8.0, max_iterations=200, budget_ms=8000.0)
+    assert _plan(milliseconds, settings) == expected

@@ -13,6 +13,7 @@ from flashlane.bench import make_problem
 from flashlane.core import registry
 from flashlane.kernels.mma.attention import MmaAttention
 from flashlane.kernels.mma.config import OUTPUTS
+from flashlane.kernels.mma.tiles import slice_of
 from flashlane.kernels.mma.variants import ACCUMULATORS, FAMILIES, SWIZZLES, Variant
 from flashlane.kernels.tile_layout import TileLayout
 
@@ -119,3 +120,13 @@ def test_bf16_takes_f32_sums_only_and_says_so() -> None:
 def test_the_naive_kernel_names_its_limits(changes: dict[str, int], reason: str | None) -> None:
     problem = replace(make_problem(1, 2, 64, 128, arch="sm_80"), **changes)
     assert registry.get("mma(naive)").supports(problem) == reason
+
+
+@pytest.mark.parametrize(("widest", "unit"), [(32, 16), (64, 16), (128, 16), (64, 32), (128, 64)])
+def test_slices_are_the_fewest_equal_ones_that_pad_little(widest: int, unit: int) -> None:
+    for head_dim in range(8, 1025, 8):
+        columns = -(-head_dim // 16) * 16
+        fitting = [w for w in range(unit, widest + 1, unit) if -(-columns // w) * w <= 1.15 * columns]
+        width = slice_of(head_dim, widest, unit)
+        assert width == unit if not fitting else -(-columns // width) == min(-(-columns // w) for w in fitting)
+        assert width % unit == 0 and width <= widest
