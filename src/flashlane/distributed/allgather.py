@@ -79,20 +79,20 @@ def _gather(
         for each in exchanges[:1] if arriving_chunks is None else ():
             each.begin()
         for group, (first, stop) in enumerate(itertools.pairwise(bounds)):
-            own = (k, v) if len(bounds) == 2 else (k[:, :, first:stop], v[:, :, first:stop])
+            local_kv = (k, v) if len(bounds) == 2 else (k[:, :, first:stop], v[:, :, first:stop])
             if arriving_chunks is not None:
                 gathering: Gathering = arriving_chunks
             elif exchanges:
-                gathering = CopiedGathering(task, *own, group, exchanges, Route.of(task, bounds, k, v))
+                gathering = CopiedGathering(task, *local_kv, group, exchanges, Route.of(task, bounds, k, v))
             else:
-                gathering = Gathering(task, *own, backward)
-            fetched.append((slice(first * share, stop * share), own, gathering))
+                gathering = Gathering(task, *local_kv, backward)
+            fetched.append((slice(first * share, stop * share), local_kv, gathering))
         # All waits come before gradients are sent on this stream, since gradients depend on the computation.
         groups = []
-        for heads, own, gathering in fetched:
+        for heads, local_kv, gathering in fetched:
             gathering.finish()
             streams.keep(gathering)
-            groups.append(_HeadGroup(heads, own, gathering, streams.mark(COPY_STREAM)))
+            groups.append(_HeadGroup(heads, local_kv, gathering, streams.mark(COPY_STREAM)))
     return groups
 
 
@@ -318,15 +318,15 @@ def _attend_all(
     if not calls.disjoint:
         for each in groups:
             streams.wait(0, each.arrived)
-            results_of, own = results.heads(each.heads), modifiers.heads(each.heads)
-            merge(results_of, _heads_of(q, each.heads), *each.gathering.gathered, calls, own, task.settings)
+            results_of, own_modifiers = results.heads(each.heads), modifiers.heads(each.heads)
+            merge(results_of, _heads_of(q, each.heads), *each.gathering.gathered, calls, own_modifiers, task.settings)
         return
     for at, (group, number) in enumerate(calls.order(len(groups))):
         stream, each = at % COMPUTE_STREAMS, groups[group]
         call, kv = each.read_by(calls, number, streams, stream)
         with streams.on(stream):
-            heads, own = results.heads(each.heads), modifiers.heads(each.heads)
-            streams.keep(attend(heads, _heads_of(q, each.heads), *kv, call, own, task.settings))
+            heads, own_modifiers = results.heads(each.heads), modifiers.heads(each.heads)
+            streams.keep(attend(heads, _heads_of(q, each.heads), *kv, call, own_modifiers, task.settings))
 
 
 def _attend_backward(
@@ -348,15 +348,15 @@ def _attend_backward(
         call, kv = group.read_by(calls, number, streams, stream)
         gathered = calls.calls[number]
         with streams.on(stream):
-            found, part, used = attend_backward(
+            partial_list, part, used = attend_backward(
                 _heads_of(dq, heads), _heads_of(q, heads), *kv, flow.heads(heads), call, modifiers.heads(heads),
                 task.settings,
             )  # fmt: skip
             if call is not gathered:
-                found = [each._replace(keys=slice(gathered.k_first, gathered.k_stop)) for each in found]
+                partial_list = [each._replace(keys=slice(gathered.k_first, gathered.k_stop)) for each in partial_list]
             d_scale = summed(d_scale, part)
-        streams.keep(used, found)
-        partials += found
+        streams.keep(used, partial_list)
+        partials += partial_list
     return partials, d_scale
 
 

@@ -123,13 +123,13 @@ def context_parallel_attn_func(
         NotImplementedError: no method computes this combination; the message names the argument.
         RuntimeError: a rank did not answer within the group's timeout.
     """
-    given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
+    refused = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
     options = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
     how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
     how["return_lse"] = return_lse
     where = {"group": group, "method": method, "layout": layout}
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
-    out, lse = _attend((q, k, v), modifiers, None, seqlen, where, {**options, **how}, given)
+    out, lse = _attend((q, k, v), modifiers, None, seqlen, where, {**options, **how}, refused)
     return (out, lse) if return_lse else out
 
 
@@ -175,14 +175,14 @@ def context_parallel_attn_varlen_func(
     Returns:
         out ``(rows, h, dv)``; with ``return_lse`` (out, lse), the LSE ``(h, rows)``.
     """
-    given = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
-    given["no cu_seqlens"] = cu_seqlens is None
+    refused = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
+    refused["no cu_seqlens"] = cu_seqlens is None
     options = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
     how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
     how["return_lse"] = return_lse
     where = {"group": group, "method": method, "layout": layout}
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
-    out, lse = _attend((q, k, v), modifiers, cu_seqlens, None, where, {**options, **how}, given)
+    out, lse = _attend((q, k, v), modifiers, cu_seqlens, None, where, {**options, **how}, refused)
     return (out, lse) if return_lse else out
 
 
@@ -537,14 +537,14 @@ class _Call:
         if exchange is None:
             return self.function.apply(self.task, q, k, v, *modifiers)
         all_q, all_k, all_v = ToHeads.apply(exchange, q, k, v)
-        own = exchange.heads.queries(exchange.ranks.rank)
+        queries = exchange.heads.queries(exchange.ranks.rank)
         results = [
             self.function.apply(
                 self.task,
                 all_q[:, :, first.start : first.stop],
                 all_k[:, :, second.start : second.stop],
                 all_v[:, :, second.start : second.stop],
-                *modifiers.heads(slice(own.start + first.start, own.start + first.stop)),
+                *modifiers.heads(slice(queries.start + first.start, queries.start + first.stop)),
             )
             for first, second in self.parts
         ]

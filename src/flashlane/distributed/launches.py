@@ -188,7 +188,13 @@ def ranged_backward_of(
 
 
 def launches_of(
-    cached: Launches, calls: Calls, q: torch.Tensor, own: Pair, gathered: Pair, out: torch.Tensor, settings: Settings
+    cached: Launches,
+    calls: Calls,
+    q: torch.Tensor,
+    local_kv: Pair,
+    gathered: Pair,
+    out: torch.Tensor,
+    settings: Settings,
 ) -> tuple[Launch | RangedLaunch, ...] | None:
     """The prepared launches of calls, or None if the dispatcher must choose the kernel of some block at each call.
 
@@ -196,15 +202,15 @@ def launches_of(
         cached: the launches of earlier calls with these ``calls`` and ``settings``; those of this call are added.
         calls: of this rank: blocks which share no rows, or packed blocks, which have one launch in all.
         q: ``(b, rows, h, d)``.
-        own: this rank's keys ``(b, rows, hk, d)`` and values ``(b, rows, hk, dv)``.
+        local_kv: this rank's keys ``(b, rows, hk, d)`` and values ``(b, rows, hk, dv)``.
         gathered: the keys ``(b, keys, hk, d)`` and values ``(b, keys, hk, dv)`` that ``calls`` index, contiguous.
         out: ``(b, rows, h, dv)``.
         settings: the other arguments of the call.
     """
-    if not _aligned((q, *own, *gathered, out)):
+    if not _aligned((q, *local_kv, *gathered, out)):
         return None
-    shapes = q.shape, *(t.shape for t in own), gathered[0].shape
-    key = (shapes, q.stride(), *(t.stride() for t in own), out.stride(), q.dtype, q.device)
+    shapes = q.shape, *(t.shape for t in local_kv), gathered[0].shape
+    key = (shapes, q.stride(), *(t.stride() for t in local_kv), out.stride(), q.dtype, q.device)
     if key in cached:
         return cached[key]
     if any(isinstance(call, Packed) for call in calls.calls):
@@ -213,7 +219,7 @@ def launches_of(
         return cached[key]
     launches: list[Launch | RangedLaunch] | None = []
     for block, local in zip(calls.calls, calls.own, strict=True):
-        kv = gathered if local is None else own
+        kv = gathered if local is None else local_kv
         if not isinstance(block, Block) or not _aligned_rows(local or block, q, kv, out):
             launches = None
             break

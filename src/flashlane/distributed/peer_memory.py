@@ -127,13 +127,13 @@ class Exchange:
         first = self._start + offset
         key = first, tuple(shape), dtype
         blocks = self.memory.blocks
-        found = blocks.get(key)
-        if found is None:
+        view = blocks.get(key)
+        if view is None:
             if len(blocks) >= BLOCKS_KEPT:
                 blocks.clear()
-            found = self.memory.own[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
-            blocks[key] = found
-        return found
+            view = self.memory.own[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+            blocks[key] = view
+        return view
 
     def send(self, peer: int, offset: int, t: torch.Tensor) -> None:
         """Copy a contiguous tensor to another rank's memory, at an offset in bytes from the start of the half."""

@@ -167,16 +167,16 @@ def _needed(division: Division, rank: int) -> tuple[tuple[Run, ...], tuple[tuple
         ranges.setdefault(run.document, []).append(range(run.start, run.stop))
     key, runs, segments = 0, [], []
     for other in range(division.ranks):
-        own = []
+        local_segments = []
         for run in division.shard(other):
             for positions in ranges.get(run.document, ()):
                 first = max(0, -((run.start - positions.start) // run.step))
                 stop = min(run.count, -((run.start - positions.stop) // run.step))
                 if first < stop:
-                    own.append(Segment(run.row + first, key, stop - first))
+                    local_segments.append(Segment(run.row + first, key, stop - first))
                     runs.append(Run(run.document, run.start + first * run.step, stop - first, run.step, key))
                     key += stop - first
-        segments.append(tuple(own))
+        segments.append(tuple(local_segments))
     return tuple(runs), tuple(segments)
 
 

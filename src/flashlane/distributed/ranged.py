@@ -43,10 +43,10 @@ def blocks_of_all(calls: Calls) -> list[Block] | None:
     Rows are where each row is in one block. A window is where it is the same by the blocks' own alignments, or where
     rows and keys are neighbours in their sequence, so that it is the same in positions.
     """
-    found = calls.blocks
-    if not found or not calls.one_phase or not (_like(found) or all(block.step == 1 for block in found)):
+    blocks = calls.blocks
+    if not blocks or not calls.one_phase or not (_like(blocks) or all(block.step == 1 for block in blocks)):
         return None
-    return sorted(found, key=_work, reverse=True)
+    return sorted(blocks, key=_work, reverse=True)
 
 
 def _work(block: Block) -> int:
@@ -161,13 +161,13 @@ def arriving_chunks_of(division: Division, rank: int) -> tuple[ArrivingChunk, ..
     A tile goes through its keys from the last one to the first, so the last ones are sent first.
     """
     plan = gather_plan(division, rank)
-    own = len(plan.received[rank])
+    local_chunks = len(plan.received[rank])
     foreign = [(sender, each) for sender, found in enumerate(plan.received) if sender != rank for each in found]
     rows = FEWEST_ROWS
     while True:
         arriving_chunks = [(sender, chunk) for sender, each in foreign for chunk in _cut(each, rows)]
         senders = [sender for sender, _ in arriving_chunks]
-        if len(arriving_chunks) + own <= MOST_CHUNKS and all(
+        if len(arriving_chunks) + local_chunks <= MOST_CHUNKS and all(
             senders.count(each) <= MOST_GROUPS for each in set(senders)
         ):
             break
