@@ -5,8 +5,10 @@
 The script starts itself again under each tool, with only flashlane's kernels instrumented, and reads the summary. The
 problem is ragged, causal and grouped, so that tails, masks and shared heads are on the way. The Hopper forward and
 backward run with each of their features (``--tags forward`` or ``--tags backward``: one alone). With several jobs each
-tool runs that many processes, each with its share of the problems. After ``--seconds`` no further problem begins, and
-the file says how many were left out.
+tool runs that many processes, each with its share of the problems. A line is printed as soon as a problem is done.
+``--seconds`` after the script's start no further problem begins, and 20 seconds later all that runs is ended; the file
+says how many problems were left out. The processes compile their kernels before the tools are started, which takes most
+of the time; with ``--compiled``, for a cache that has them, they do not.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -274,6 +276,8 @@ COMPILING = 0.4
 """The share of the time in which problems run without a tool, to compile their kernels."""
 GRACE = 20.0
 """Seconds that the last problem of a process may take."""
+STARTED = time.time() - time.process_time()
+"""When the script was started: imports, which take some seconds, keep one processor busy."""
 
 
 @dataclass(frozen=True)
@@ -285,31 +289,53 @@ class Run:
     status: int
 
     @classmethod
-    def of(cls, tool: str, script: list[str], share: Share) -> Run:
+    def of(cls, tool: str, script: list[str], share: Share, compiled: bool = False) -> Run:
         environ = dict(os.environ)
         script = [*script, "--inside", "{}/{}".format(*share)]
         if tool == "racecheck":  # a build that it can follow
             environ[jit.compiler.RACECHECK] = "1"
         environ["OMP_NUM_THREADS"] = "1"  # or all processes' references would wait for each other
         until, now = float(environ.get(UNTIL, "inf")), time.time()
-        first = {**environ, UNTIL: str(now + (until - now) * COMPILING)}
-        ended(script, first, None if until == float("inf") else (until - now) * COMPILING + GRACE)  # compiles
+        if not compiled:
+            first = {**environ, UNTIL: str(now + (until - now) * COMPILING)}
+            ended(script, first, None if until == float("inf") else (until - now) * COMPILING + GRACE)
         command = [str(shutil.which("compute-sanitizer")), "--tool", tool, *TOOLS[tool]]
         command += [word for name in NAMES for word in ("--kernel-name", f"kns={name}")]
-        return ended([*command, *script], environ, None if until == float("inf") else until + GRACE - time.time())
+        left = None if until == float("inf") else until + GRACE - time.time()
+        return ended([*command, *script], environ, left, tool)
 
 
-def ended(command: list[str], environ: dict[str, str], seconds: float | None) -> Run:
-    """A command's output, which is killed with all that it started where it does not end in so many seconds."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, env=environ, stdout=out, stderr=errors, start_new_session=True)
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        out.seek(0), errors.seek(0)
-        return Run(out.read(), errors.read(), process.returncode)
+def ended(command: list[str], environ: dict[str, str], seconds: float | None, shown_as: str = "") -> Run:
+    """A command's output, which is killed with all that it started where it does not end in so many seconds.
+
+    Args:
+        command: its words.
+        environ: its environment.
+        seconds: that it may take; None: any.
+        shown_as: begins the lines about problems that are printed while it runs; empty: none are.
+    """
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    lines: dict[str, list[str]] = {"stdout": [], "stderr": []}
+
+    def read(name: str) -> None:
+        for line in getattr(process, name):
+            lines[name].append(line)
+            if shown_as and line.startswith(("ran ", "refused ", "left out ")):
+                print(f"{shown_as}: {line}", end="", flush=True)
+
+    readers = [threading.Thread(target=read, args=(name,)) for name in lines]
+    for reader in readers:
+        reader.start()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for reader in readers:
+        reader.join()
+    return Run("".join(lines["stdout"]), "".join(lines["stderr"]), process.returncode)
 
 
 def verdict(runs: Sequence[Run]) -> dict[str, Any]:
@@ -348,6 +374,7 @@ def main() -> int:
     parser.add_argument("--tags", default="")
     parser.add_argument("--jobs", type=int, default=1, help="processes that each tool runs at once")
     parser.add_argument("--seconds", type=float, help="after which no further problem begins")
+    parser.add_argument("--compiled", action="store_true", help="the cache has all kernels")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     words = [word for word in arguments.tags.split(",") if word]
@@ -366,12 +393,14 @@ def main() -> int:
         "problem": SIZES,
     }
     if arguments.seconds is not None:
-        os.environ[UNTIL] = str(time.time() + arguments.seconds)
+        os.environ[UNTIL] = str(STARTED + arguments.seconds)
     script = [sys.executable, __file__, "--tags", arguments.tags]
     shares = [(number, arguments.jobs) for number in range(arguments.jobs)]
     bad = False
     with ThreadPoolExecutor(len(TOOLS) * arguments.jobs) as pool:
-        running = {tool: [pool.submit(Run.of, tool, script, share) for share in shares] for tool in TOOLS}
+        running = {
+            tool: [pool.submit(Run.of, tool, script, share, arguments.compiled) for share in shares] for tool in TOOLS
+        }
         for tool, futures in running.items():
             runs = [future.result() for future in futures]
             found = body[tool] = verdict(runs)

@@ -303,7 +303,8 @@ def test_what_the_tools_say_in_several_processes_is_one_verdict(
     shares: list[tuple[str, tuple[int, int]]] = []
     errors = {"racecheck": 0}
 
-    def of(tool: str, script: list[str], share: tuple[int, int]) -> Any:
+    def of(tool: str, script: list[str], share: tuple[int, int], compiled: bool) -> Any:
+        assert not compiled
         shares.append((tool, share))
         number = errors.get(tool, 0) * share[0]
         said = f"ran {tool} {share[0]} D64 f16 ok\n========= {tool} SUMMARY: {number} errors\n"
@@ -327,10 +328,11 @@ def test_what_the_tools_say_in_several_processes_is_one_verdict(
     assert "racecheck: 2 kernels, NOT CLEAN" in capsys.readouterr().out
 
 
-def test_what_does_not_end_is_killed_and_its_output_kept(scripts: Any) -> None:
+def test_what_does_not_end_is_killed_and_its_output_kept(scripts: Any, capsys: pytest.CaptureFixture[str]) -> None:
     sanitize, environ = scripts("sanitize"), dict(os.environ)
-    killed = sanitize.ended(["bash", "-c", "echo ran; sleep 300 & wait"], environ, 2.0)
-    assert killed.status < 0 and killed.stdout == "ran\n"
+    killed = sanitize.ended(["bash", "-c", "echo ran a; echo b; sleep 300 & wait"], environ, 2.0, "racecheck")
+    assert killed.status < 0 and killed.stdout == "ran a\nb\n"
+    assert capsys.readouterr().out == "racecheck: ran a\n"
     done = sanitize.ended(["bash", "-c", "echo ran; echo bad >&2; exit 3"], environ, None)
     assert done == sanitize.Run("ran\n", "bad\n", 3)
     assert not sanitize.verdict([killed])["clean"]
