@@ -85,6 +85,10 @@ class Program:
         loads = [e for e in nodes(self.score) if e.op == "load"] if self.score is not None else []
         return any(inputs_of(load) & {"q", "kv"} for load in loads)
 
+    def has_tanh(self) -> bool:
+        """Whether the score has a hyperbolic tangent."""
+        return self.score is not None and any(e.op == "tanh" for e in nodes(self.score))
+
     def without_mask(self) -> Program:
         """The same score, with every pair visible."""
         return dataclasses.replace(self, mask=None)

@@ -55,6 +55,8 @@ def problem(head_dim: int, deterministic: bool = False):
         (128, "none", (64, 64), False),
         (128, "tanh", (128, 128), True),
         (128, "tanh", (128, 128), False),
+        (64, "linear", (128, 128), True),
+        (64, "abs", (128, 128), True),
         (256, "linear", (128, 128), True),
     ],
 )
@@ -79,6 +81,19 @@ def test_forward_compiles_without_spills_in_its_loop(
     assert report.spills <= SPILLS
 
 
+def test_a_tanh_of_small_heads_by_lists_spills_one_value_in_its_loop() -> None:
+    """Four consumers leave it 96 registers at launch; they are faster than two or three, too (notebook 0020)."""
+    config = run_forward.config_of(problem(64), program_of("tanh", True), (128, 128), True)
+    assert (config.block_m, config.block_n) == (256, 64)
+    compiled = jit.compile(config.source(), ARCH)
+    assert compiled.report.spills <= 360
+    text = jit.disassemble(compiled.cubin)
+    if text is None:
+        pytest.skip("no disassembler")
+    loop = next(loop for loop in steady_loops(text) if sum(op.startswith("HGMMA") for op in loop) == 8)
+    assert sum(op.startswith(("LDL", "STL")) for op in loop) <= 2
+
+
 @pytest.mark.parametrize(
     ("head_dim", "score", "ordered"), [(64, "none", False), (128, "none", True), (128, "tanh", False)]
 )
@@ -90,8 +105,11 @@ def test_backward_compiles_without_spills(head_dim: int, score: str, ordered: bo
     assert config.shared_memory <= jit.shared_limit(ARCH)
 
 
-@pytest.mark.parametrize("score", ["linear", "abs", "tanh"])
-def test_steps_of_small_head_dims_without_lists_are_long_and_do_not_spill(score: str) -> None:
+@pytest.mark.parametrize(("score", "longest", "spills"), [("linear", 128, SPILLS), ("abs", 112, 0), ("tanh", 112, 0)])
+def test_steps_of_small_head_dims_without_lists_are_long_and_do_not_spill(
+    score: str, longest: int, spills: int
+) -> None:
+    """In their loop: those of linear scores are longer, and what spills is between tiles."""
     program, rows = program_of(score, False), {}
     for name, changes, block in (
         ("no lists", {}, None), ("lists", {}, (128, 128)), ("deterministic", {"deterministic": True}, None)
@@ -101,8 +119,14 @@ def test_steps_of_small_head_dims_without_lists_are_long_and_do_not_spill(score:
         rows[name] = config.block_m
         assert config.shared_memory <= jit.shared_limit(ARCH)
         if name == "no lists":
-            assert jit.compile(config.gradient_sources()[0], ARCH).report.spills == 0
-    assert rows == {"no lists": 112, "lists": 64, "deterministic": 64}
+            assert config.ping_pong == ("until_issued" if longest == 128 else "off")
+            compiled = jit.compile(config.gradient_sources()[0], ARCH)
+            assert compiled.report.spills <= spills
+            text = jit.disassemble(compiled.cubin)
+            loops = [] if text is None else [loop for loop in steady_loops(text) if "MUFU.EX2" in loop]
+            assert text is None or loops
+            assert not [op for loop in loops for op in loop if op.startswith(("LDL", "STL"))]
+    assert rows == {"no lists": longest, "lists": 64, "deterministic": 64}
 
 
 @pytest.mark.parametrize(
@@ -149,12 +173,12 @@ def test_a_bias_of_the_distance_takes_few_instructions(head_dim: int, score: str
     assert longer - plain <= most * scores + STEP, lengths
 
 
-def test_tanh_is_approximate_for_bf16_without_lists() -> None:
+def test_tanh_is_approximate_for_bf16() -> None:
     program = program_of("tanh", False)
     for run in (run_forward, run_backward):
         for dtype, block in itertools.product((torch.bfloat16, torch.float16), (None, (128, 128))):
             config = run.config_of(replace(problem(128), dtype=dtype), program, block, block is not None)
-            approximate = dtype == torch.bfloat16 and block is None
+            approximate = dtype == torch.bfloat16
             assert ("approximate_tanh(" in config.program) == approximate != ("program::tanh(" in config.program)
     assert "approximate_tanh(" not in bits_source(program.header()).headers[0][1]
 

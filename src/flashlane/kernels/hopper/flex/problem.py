@@ -27,12 +27,19 @@ class Program(Protocol):
     """None where scores stay as they are."""
     mask: object | None
     """None where every pair is visible."""
+    derivative: object | None
+    """None where the score's derivative is 1."""
+    linear_score: object | None
+    """None unless it is a multiple of the score plus a multiple of the distance."""
 
     def mask_inputs(self) -> set[str]:
         """Which of ``b``, ``h``, ``q`` and ``kv`` the mask depends on."""
 
     def loads_by_position(self) -> bool:
         """Whether the score reads a tensor at an index that depends on ``q`` or ``kv``."""
+
+    def has_tanh(self) -> bool:
+        """Whether the score has a hyperbolic tangent."""
 
     def without_mask(self) -> Program:
         """The score alone."""
@@ -118,12 +125,9 @@ class _NoArguments(ctypes.Structure):
     """``ProgramParams`` of a kernel without a program."""
 
 
-def takes_approximate_tanh(problem: AttentionProblem, block: tuple[int, int] | None) -> bool:
-    """Whether the tanh of a score is approximate: of bf16 operands, as a soft cap's is (``attention/score.cuh``).
-
-    With lists it is exact: with the bits of a mask, the approximate one spills in the loop.
-    """
-    return problem.dtype == torch.bfloat16 and block is None
+def takes_approximate_tanh(problem: AttentionProblem) -> bool:
+    """Whether the tanh of a score is approximate: of bf16 operands, as a soft cap's is (``attention/score.cuh``)."""
+    return problem.dtype == torch.bfloat16
 
 
 def kernel_header(program: Program, mask_bits: bool, approximate: bool, by_distance: bool = False) -> str:

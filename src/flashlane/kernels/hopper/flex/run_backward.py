@@ -32,6 +32,9 @@ from flashlane.kernels.hopper.flex.problem import (
 PLANS_KEPT = 1024
 NARROW_ROWS = (112, 96, 64)
 """Queries of a step of head dims up to 64 without lists and left ends; loads by position spill in long steps."""
+LINEAR_ROWS = 128
+"""The same of linear scores, whose derivative takes no registers; with ping-pong until products are issued it was
+faster (notebook 0020)."""
 NARROW, ATOMICS = 64, 96
 """Head dims up to which there is room for the keys of two tiles, and registers for atomics to dq_accum."""
 
@@ -44,7 +47,7 @@ def refusal(q: torch.Tensor, v: torch.Tensor) -> str | None:
     )
 
 
-def tile_of(problem: AttentionProblem, long_steps: bool) -> OneCtaConfig:
+def tile_of(problem: AttentionProblem, long_steps: bool, is_linear: bool = False) -> OneCtaConfig:
     """The tile of a problem: 64 queries a step, as masks come in units of 64, and programs take registers.
 
     Long steps are for small head dims: what a step takes besides its scores then counts less.
@@ -56,7 +59,11 @@ def tile_of(problem: AttentionProblem, long_steps: bool) -> OneCtaConfig:
         return replace(tile, dq="ordered_tma_reduce_add")
     if largest <= NARROW:
         tile = replace(tile, dq="register_atomics", k_stages=2, v_stages=2)
-        return replace(tile, block_m=least_work(problem, tile, NARROW_ROWS, NARROW_STEP)) if long_steps else tile
+        if not long_steps:
+            return tile
+        rows = (LINEAR_ROWS, *NARROW_ROWS) if is_linear else NARROW_ROWS
+        tile = replace(tile, block_m=least_work(problem, tile, rows, NARROW_STEP))
+        return replace(tile, ping_pong="until_issued") if tile.block_m == LINEAR_ROWS else tile
     if largest <= ATOMICS:
         return replace(tile, dq="register_atomics")
     return tile
@@ -76,7 +83,8 @@ def config_of(
     """
     # Where queries have a window's left end, too, most of a long step's tiles are cut by the mask.
     long_steps = block is None and problem.window_left < 0 and not program.loads_by_position()
-    config, approximate = tile_of(problem, long_steps), takes_approximate_tanh(problem, block)
+    is_linear = program.linear_score is not None and program.derivative is None
+    config, approximate = tile_of(problem, long_steps, is_linear), takes_approximate_tanh(problem)
     config = replace(
         config, program=kernel_header(program, mask_bits, approximate), block_lists=block is not None,
         mask_bits=mask_bits, heads_per_section=_section(problem),

@@ -26,7 +26,7 @@ from flashlane.kernels.hopper.flex.problem import (
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import PreparedForward
 from flashlane.kernels.hopper.forward.tile_scheduler import FULL_ENOUGH, ceil_div
-from flashlane.kernels.hopper.forward.tiles import M192N80S3, M256N64S4, TileShape
+from flashlane.kernels.hopper.forward.tiles import M192N64S3, M192N80S3, M256N64S4, TileShape
 
 PLANS_KEPT = 1024
 LEAST_SCALE = 2.0**-20
@@ -35,10 +35,11 @@ NARROW, MEDIUM, WIDE = 64, 128, 192
 """Head dims up to which a tile's operands take that much shared memory and registers."""
 
 
-def tile_of(head_dim: int, block: tuple[int, int] | None) -> tuple[TileShape, int]:
+def tile_of(head_dim: int, block: tuple[int, int] | None, has_tanh: bool = False) -> tuple[TileShape, int]:
     """The tile, and the CTAs of an SM, for the larger head dim and the blocks of lists that follow no function.
 
     Tiles of 64 rows are for lists whose blocks have 64: two CTAs then hide each other's softmax, as two consumers do.
+    With a tanh and Q in registers, the loop of tiles of 128 rows would spill.
     """
     if block is None and head_dim <= MEDIUM:  # more consumers hide what a program adds to the softmax
         return (M256N64S4 if head_dim <= NARROW else M192N80S3), 1
@@ -47,10 +48,17 @@ def tile_of(head_dim: int, block: tuple[int, int] | None) -> tuple[TileShape, in
         one = TileShape(keys, 1, 3 if keys == 128 else 5), 2
         return one if rows == 64 else (TileShape(keys, 2, 4, q_in_registers=True, late_wait=True), 1)
     if head_dim <= MEDIUM:
-        return (TileShape(64, 1, 3), 2) if rows == 64 else (TileShape(keys, 2, 3, q_in_registers=True), 1)
+        return (TileShape(64, 1, 3), 2) if rows == 64 else (TileShape(keys, 2, 3, q_in_registers=not has_tanh), 1)
     if head_dim <= WIDE:
         return (TileShape(64, rows // 64, 3, q_in_registers=True, one_barrier=False), 1)
     return (TileShape(64, rows // 64, 2, one_barrier=False), 1)
+
+
+def tile_of_score(head_dim: int, has_tanh: bool) -> TileShape | None:
+    """The tile of a score and lists of a function's mask by bits, where more consumers hide the score; else None."""
+    if head_dim <= NARROW:
+        return M256N64S4
+    return M192N64S3 if has_tanh and head_dim <= MEDIUM else None
 
 
 @functools.lru_cache(maxsize=PLANS_KEPT)
@@ -67,8 +75,11 @@ def config_of(
     """
     # A function's visible pairs lie together: neighbouring rows of units see nearly the same.
     blocks = block if program.mask is None or block is None else (128, block[1])
-    shape, ctas = tile_of(max(problem.head_dim, problem.head_dim_v), blocks)
-    approximate = takes_approximate_tanh(problem, block)
+    largest, has_tanh = max(problem.head_dim, problem.head_dim_v), program.has_tanh()
+    shape, ctas = tile_of(largest, blocks, has_tanh)
+    if mask_bits and program.score is not None:
+        shape = tile_of_score(largest, has_tanh) or shape
+    approximate = takes_approximate_tanh(problem)
     config = HopperConfig(
         problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
