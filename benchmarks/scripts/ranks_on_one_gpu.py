@@ -52,6 +52,7 @@ from flashlane.distributed.polled import ChunkGathering, come_in_chunks, polled_
 from flashlane.distributed.ranged import blocks_of_all, ranges_of, window_of
 from flashlane.inspect.prebuild import sources_of
 from flashlane.jit import KernelSource, launch
+from flashlane.kernels.hopper.backward.kernel import config_of_rank
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 
 # Ranks wait for each other on streams, three a rank. Streams that share a queue wait for each other, too, and a process
@@ -301,7 +302,12 @@ def kernels_of(problem: Problem) -> Iterator[KernelSource]:
             continue
         for each, kv in itertools.product(blocks, groups):
             rows, keys = each.q_stop - each.q_first, each.k_stop - each.k_first
-            yield from sources_of(asked(rows, keys, each.left, each.right, kv))
+            of_block = asked(rows, keys, each.left, each.right, kv)
+            yield from sources_of(of_block)
+            f32 = config_of_rank(of_block)
+            yield from () if f32 is None else f32.sources()
+            if len(blocks) == 1:  # a dense launch
+                yield replace(KERNEL.config(of_block), arrivals=True).source()
         ranges = ranges_of(blocks)
         polled = replace(asked(*ranges.longest, *window_of(blocks)), batch=len(blocks), varlen=True)
         yield replace(KERNEL.config(polled), ranges=True, arrivals=True).source()

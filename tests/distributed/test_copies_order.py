@@ -24,23 +24,29 @@ from flashlane.distributed.plan import Division, gather_plan
 from flashlane.distributed.polled import ChunkGathering
 
 HEADS, KV_HEADS, HEAD_DIM, HALF = 4, 4, 8, 1 << 18
-ONE_SIDED = ("contiguous", (40,), 6, 4)
+ONE_SIDED = ("contiguous", (40,), (6, 0), 4)
 """A rank sends keys to the next one and gets gradients from it; no data comes back that would order the ranks."""
 CASES = [
-    ("zigzag", (37,), -1, 2),
-    ("zigzag", (61,), -1, 3),
-    ("zigzag", (5, 0, 17, 1, 30, 3, 9), -1, 4),
+    ("zigzag", (37,), (-1, 0), 2),
+    ("zigzag", (61,), (-1, 0), 3),
+    ("zigzag", (5, 0, 17, 1, 30, 3, 9), (-1, 0), 4),
     ONE_SIDED,
-    ("striped", (23,), -1, 3),
+    ("zigzag", (61,), (12, 4), 3),
+    ("striped", (23,), (-1, 0), 3),
 ]
 
 
 def trained(
-    size: int, layout: Any, lengths: tuple[int, ...], left: int, heads: tuple[Any, Any], in_chunks: bool = False
+    size: int,
+    layout: Any,
+    lengths: tuple[int, ...],
+    window: tuple[int, int],
+    heads: tuple[Any, Any],
+    in_chunks: bool = False,
 ) -> Recorder:
     """All ranks' operations of two layers' forwards, and their backwards."""
     recorder = Recorder(size, HALF)
-    division = Division(layout, lengths, size, left, 0)
+    division = Division(layout, lengths, size, *window)
     bounds = [head_bounds(each, KV_HEADS) for each in heads]
     with recording(recorder):
         for rank in range(size):
@@ -61,8 +67,8 @@ def trained(
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("heads", [(None, None), stride_by_copies(KV_HEADS)], ids=["all heads", "groups of heads"])
 def test_every_conflict_is_ordered(case: tuple[Any, ...], heads: tuple[Any, Any]) -> None:
-    layout, lengths, left, size = case
-    recorder = trained(size, layout, lengths, left, heads)
+    layout, lengths, window, size = case
+    recorder = trained(size, layout, lengths, window, heads)
     kinds = {(node.what.startswith("a copy"), access.writes) for node in recorder.nodes for access in node.accesses}
     assert {(True, True), (False, False), (False, True)} <= kinds, "copies, reads and own writes must be seen"
     assert recorder.unordered() == []
@@ -80,8 +86,8 @@ def small_chunks() -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("small_chunks")
 def test_chunks_come_by_sender_and_from_the_last_keys_to_the_first(case: tuple[Any, ...]) -> None:
-    layout, lengths, left, size = case
-    division = Division(layout, lengths, size, left, 0)
+    layout, lengths, window, size = case
+    division = Division(layout, lengths, size, *window)
     for rank in range(size):
         received = gather_plan(division, rank).received
         chunks = ranged.arriving_chunks_of(division, rank)
@@ -99,13 +105,13 @@ def test_chunks_come_by_sender_and_from_the_last_keys_to_the_first(case: tuple[A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[:4], ids=str)
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
 @pytest.mark.parametrize("polls", [False, True], ids=["stream waits", "kernel polls"])
 @pytest.mark.usefixtures("small_chunks")
 def test_chunks_are_ordered(case: tuple[Any, ...], polls: bool) -> None:
-    layout, lengths, left, size = case
+    layout, lengths, window, size = case
     with _polling() if polls else contextlib.nullcontext():
-        recorder = trained(size, layout, lengths, left, (None, stride_by_copies(KV_HEADS)[1]), in_chunks=True)
+        recorder = trained(size, layout, lengths, window, (None, stride_by_copies(KV_HEADS)[1]), in_chunks=True)
     assert any("reads a chunk" in node.what for node in recorder.nodes) == polls
     assert recorder.unordered() == []
 
@@ -114,7 +120,7 @@ def test_chunks_are_ordered(case: tuple[Any, ...], polls: bool) -> None:
 @pytest.mark.usefixtures("small_chunks")
 def test_a_kernel_that_reads_a_chunk_without_its_flag_is_found() -> None:
     with _polling(flags=False):
-        recorder = trained(2, "zigzag", (61,), -1, (None, None), in_chunks=True)
+        recorder = trained(2, "zigzag", (61,), (-1, 0), (None, None), in_chunks=True)
     assert any("reads a chunk" in found for found in recorder.unordered())
 
 
@@ -160,7 +166,7 @@ def _nothing(*_: Any) -> None:
 )
 def test_a_missing_wait_is_found(missing: str, case: tuple[Any, ...]) -> None:
     """What the test above would say if a wait were left out."""
-    layout, lengths, left, size = case
+    layout, lengths, window, size = case
     faults = {
         "begin": mock.patch.object(Exchange, "begin", _nothing),
         "expect": mock.patch.object(Exchange, "expect", _nothing),
@@ -169,7 +175,7 @@ def test_a_missing_wait_is_found(missing: str, case: tuple[Any, ...]) -> None:
         "another half": mock.patch.object(Exchange, "__init__", _in_one_half),
     }
     with faults[missing]:
-        found = trained(size, layout, lengths, left, (None, None)).unordered()
+        found = trained(size, layout, lengths, window, (None, None)).unordered()
     assert found
 
 
@@ -201,7 +207,7 @@ def test_streams_that_wait_for_each_other_are_found() -> None:
 
 @pytest.mark.slow
 def test_numbers_of_exchanges_are_those_of_all_ranks() -> None:
-    recorder = trained(3, "zigzag", (61,), -1, stride_by_copies(KV_HEADS))
+    recorder = trained(3, "zigzag", (61,), (-1, 0), stride_by_copies(KV_HEADS))
     assert {memory.exchanges for memory in recorder.memories} == {2 + 2 * 2}
     values = [[value for value, _ in each] for each in recorder.written.values()]
     assert all(one < other for each in values for one, other in itertools.pairwise(each))
