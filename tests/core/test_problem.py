@@ -365,6 +365,32 @@ def test_visible_keys_and_pairs_follow_the_definition(lengths: tuple, window: tu
     assert problem.visible_pairs() == sum(map(len, rows))
 
 
+@pytest.mark.parametrize("alignment", ["bottom-right", "top-left"])
+@pytest.mark.parametrize("lengths", [(5, 7), (7, 5), (4, 4), (1, 1), (1, 6), (6, 1)])
+def test_sides_of_a_window_that_hide_nothing_are_unbounded(lengths: tuple, alignment: str) -> None:
+    q, k = (torch.randn(1, n, 1, 8) for n in lengths)
+    shift = lengths[1] - lengths[0] if alignment == "bottom-right" else 0
+    pairs = [(i + shift, j) for i in range(lengths[0]) for j in range(lengths[1])]
+    for window in [(left, right) for left in range(-1, 9) for right in range(-1, 9)]:
+        problem = AttentionProblem.from_inputs(Inputs(q, k, k), window_size=window, alignment=alignment)
+        left, right = window
+        hides = any(j < i - left for i, j in pairs), any(j > i + right for i, j in pairs)
+        found = problem.with_hiding_sides
+        assert found.window_left == (left if left >= 0 and hides[0] else -1), window
+        assert found.window_right == (right if right >= 0 and hides[1] else -1), window
+        assert found == replace(problem, window_left=found.window_left, window_right=found.window_right)
+        assert found.visible_pairs() == problem.visible_pairs()
+
+
+def test_the_longest_packed_sequence_decides_which_sides_hide_nothing() -> None:
+    q, k = torch.randn(9, 2, 8), torch.randn(12, 2, 8)
+    lengths = {"cu_seqlens_q": torch.tensor([0, 2, 9]), "cu_seqlens_k": torch.tensor([0, 7, 12])}
+    most = {"max_seqlen_q": 7, "max_seqlen_k": 7}
+    packed = Inputs(q, k, k, **{name: each.to(torch.int32) for name, each in lengths.items()}, **most)
+    sides = [AttentionProblem.from_inputs(packed, window_size=w).with_hiding_sides for w in ((5, 5), (6, 6))]
+    assert [(each.window_left, each.window_right) for each in sides] == [(5, 5), (-1, -1)]
+
+
 def test_description_says_what_is_asked() -> None:
     problem = AttentionProblem.from_inputs(tensors(sinks=torch.ones(4)), causal=True, softcap=30.0, window_size=(9, 0))
     assert problem.describe() == "B2 H4/2 N5x7 D8/6 f32 causal window(9,0) sinks softcap 30"

@@ -284,6 +284,19 @@ class AttentionProblem:
         """
         return replace(self, batch=1) if self.num_splits else self
 
+    @property
+    def with_hiding_sides(self) -> AttentionProblem:
+        """The same problem with only the sides of its window that hide a key from a query; the others are −1.
+
+        Of packed sequences it is the longest that decides: a window of 4096 hides nothing where all have 4000 keys.
+        """
+        before, after = self.seqlen_k, self.seqlen_q  # more than a query may have of keys before it and after it
+        if self.alignment == "top-left":
+            before, after = after, before
+        left, right = self.window_left, self.window_right
+        sides = -1 if left >= before - 1 else left, -1 if right >= after - 1 else right
+        return self if sides == (left, right) else replace(self, window_left=sides[0], window_right=sides[1])
+
     def kv_splits(self, blocks: int) -> int:
         """How many splits of the keys ``num_splits`` asks for, of at most one for each of so many blocks of keys.
 

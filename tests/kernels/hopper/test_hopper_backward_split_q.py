@@ -93,15 +93,18 @@ def test_steps_are_those_that_see_the_keys() -> None:
     assert set(steps_of(replace(problem, window_right=-1), config.block_m, config.block_n)) == {3 * blocks}
 
 
+@pytest.mark.parametrize("left", [-1, 0, 1, 127, 300])
 @pytest.mark.parametrize("right", [-1, 0, 1, 70, 200])
 @pytest.mark.parametrize("alignment", ["bottom-right", "top-left"])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (300, 900), (900, 300)])
-def test_steps_are_counted_from_the_pairs_that_are_seen(right: int, alignment: str, queries: int, keys: int) -> None:
-    problem = replace(
-        asked(seqlen=keys, window_right=right, heads=2, kv_heads=1), seqlen_q=queries, alignment=alignment
-    )
+def test_steps_are_counted_from_the_pairs_that_are_seen(
+    left: int, right: int, alignment: str, queries: int, keys: int
+) -> None:
+    sides = {"window_left": left, "window_right": right}
+    problem = replace(asked(seqlen=keys, heads=2, kv_heads=1, **sides), seqlen_q=queries, alignment=alignment)
     query, key = torch.arange(queries)[:, None] + problem.shift, torch.arange(keys)
     seen = torch.ones(queries, keys, dtype=torch.bool) if right < 0 else key <= query + right
+    seen &= torch.ones(queries, keys, dtype=torch.bool) if left < 0 else key >= query - left
     seen = torch.nn.functional.pad(seen, (0, -keys % 128, 0, -queries % 64)).unflatten(0, (-1, 64)).any(1)
     assert steps_of(problem, 64, 128) == [2 * int(each) for each in seen.unflatten(1, (-1, 128)).any(2).sum(0)]
 

@@ -83,6 +83,7 @@ def prepared_of(
     reason = supports(problem)
     if reason is not None:
         raise NotImplementedError(f"the Hopper backward cannot run {problem.describe()}: {reason}")
+    problem = problem.with_hiding_sides
     config = (config or tuned_config(problem)).specialised(problem)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     schedule = select.DESIGNS[config.design].schedule(config, problem, sms)
@@ -187,24 +188,24 @@ class HopperBackward(BackwardKernel, CompiledKernel):
         return supports(problem)
 
     def config(self, problem: AttentionProblem) -> GradientConfig:
-        return tuned_config(problem)
+        return tuned_config(problem.with_hiding_sides)
 
     def describe(self, problem: AttentionProblem) -> str:
-        config = tuned_config(problem)
+        config = self.config(problem)
         return f"{config.design}: {config.describe()}"
 
     def device_sources(self, config: GradientConfig, arch: str) -> tuple[DeviceSource, ...]:
         return config.device_sources()
 
     def sources(self, problem: AttentionProblem) -> tuple[KernelSource, ...]:
-        return tuned_config(problem).specialised(problem).sources()
+        return self.config(problem).specialised(problem.with_hiding_sides).sources()
 
     def source_of(self, config: GradientConfig) -> str:
         """The package's file whose change makes stored timings of a configuration void."""
         return config.gradient_sources()[0].name
 
     def candidates(self, problem: AttentionProblem) -> Iterator[GradientConfig]:
-        return select.candidates(problem)
+        return select.candidates(problem.with_hiding_sides)
 
     def tuned_fields(self, config: GradientConfig) -> dict[str, Any]:
         return select.tuned_fields(config)

@@ -14,6 +14,7 @@ from flashlane.core.registry import memoised
 from flashlane.jit import shared_limit
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM, GradientConfig
+from flashlane.kernels.hopper.backward.design_cost import two_kernels_are_faster
 from flashlane.kernels.hopper.backward.launch import Schedule
 from flashlane.kernels.hopper.backward.one_cta import launch as one_cta_launch
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
@@ -45,7 +46,9 @@ def design_of(problem: AttentionProblem) -> str:
     """The design of a supported problem."""
     if max(problem.head_dim, problem.head_dim_v) <= ONE_CTA_HEAD_DIM:
         return "one_cta"
-    return "two_cta" if two_cta_config.refusal(problem) is None else "split_dkdv_dq"
+    if two_cta_config.refusal(problem) is not None or two_kernels_are_faster(problem):
+        return "split_dkdv_dq"
+    return "two_cta"
 
 
 @memoised

@@ -22,7 +22,7 @@ def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int, ranges: 
     split = split_of(problem, config, sms, ranges) if config.split_q else WHOLE_TILES
     n_block_range = tiles_of(problem, config)
     n_blocks = len(n_block_range)
-    section = config.heads_per_section or _section(config, problem, n_blocks, sms, ranges)
+    section = config.heads_per_section or _section(config, problem, n_block_range, sms, ranges)
     in_kernel = in_kernel_dq_of(problem, config.block_n, section, sms) if config.in_kernel_dq else OWN_LAUNCHES
     tiles = n_blocks * problem.kv_heads * problem.batch
     sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
@@ -33,8 +33,9 @@ def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int, ranges: 
 
 
 def _section(
-    config: OneCtaConfig, problem: AttentionProblem, n_blocks: int, sms: int, ranges: QueryRanges | None
+    config: OneCtaConfig, problem: AttentionProblem, n_blocks: range, sms: int, ranges: QueryRanges | None
 ) -> int:
     if by_model(problem):
-        return fastest_section(problem, steps_of(problem, config.block_m, config.block_n, ranges), sms)
-    return heads_per_section(problem, n_blocks, sms)
+        steps = steps_of(problem, config.block_m, config.block_n, ranges)
+        return fastest_section(problem, steps[n_blocks.start : n_blocks.stop], sms)
+    return heads_per_section(problem, len(n_blocks), sms)

@@ -18,8 +18,8 @@ SHORT = 1024
 FEW_STEPS = 2048
 """Queries that see a tile under a mask, of all heads of its group, up to which what is between tiles counts most; half
 as many without a mask."""
-PACKED = 6144
-"""Length of the longest of packed sequences up to which most are short (notebook 0021)."""
+PACKED = 4096
+"""Typical length of packed sequences up to which tiles under a mask have few steps (notebooks 0021 and 0026)."""
 IDLE_WARPS_REACH = 384
 """Queries that see a tile from which on its steps take as long as two idle warps take for 128 rows of dQ."""
 NARROW_ROWS = ((128, 112, 96), (96,), (96,))
@@ -29,7 +29,7 @@ NARROW_PING_PONG: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: 
 until products are complete than without, by 4 % in the mean; with steps of 128 all were faster (notebook 0016)."""
 OWN_LOOPS_ROWS = 128
 """Queries of these steps with which two loops were faster without a mask: by 2 to 7 % in six problems, and slower with
-112 in both (notebook 0024)."""
+112 in both (notebook 0024). With packed sequences by 1 to 4 % in five, under a causal mask too (notebook 0026)."""
 NARROW_STEP, WIDE_STEP = 20, 20
 """What a step takes besides its queries, in queries, of head dims up to 64 and above 96 (notebook 0016)."""
 MAX_REGISTER_ATOMICS = 96
@@ -60,15 +60,16 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
         # Packed sequences and windows were slower with it in all 9 problems (notebook 0021).
         causal = is_causal(problem) and not problem.varlen and not extras
         ping_pong: PingPong = NARROW_PING_PONG[block_m] if causal else "until_complete" if extras and masked else "off"
-        own_loops = block_m == OWN_LOOPS_ROWS and not (masked or problem.varlen or extras)
+        alike = not masked or (problem.varlen and problem.window_left < 0)
+        own_loops = block_m == OWN_LOOPS_ROWS and alike and not extras
         tile = replace(tile, block_m=block_m, k_stages=2, v_stages=2, ping_pong=ping_pong, own_loops=own_loops)
     elif largest > MAX_REGISTER_ATOMICS and not extras:
         if problem.deterministic:
             tile = replace(tile, ping_pong="until_complete")
         elif problem.varlen:
-            if masked and problem.seqlen_q <= PACKED:
+            if typical_length(problem) * (1 if masked else problem.group) <= (PACKED if masked else FEW_STEPS):
                 tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
-        elif few_steps(problem, tile.block_n):  # again there is room, and few steps to gain from more queries in each
+        elif few_steps(problem):  # again there is room, and few steps to gain from more queries in each
             tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
             tile = idle_warps_where_worth_it(problem, tile)
         elif not masked:
@@ -77,7 +78,7 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
             tile = replace(tile, block_m=64, ping_pong="until_issued")
     elif masked and not (problem.varlen or problem.deterministic or extras):
         window = problem.window_left >= 0
-        if few_steps(problem, tile.block_n):
+        if few_steps(problem):
             tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
             tile = idle_warps_where_worth_it(problem, tile) if window else tile
         else:  # hardly any tile is cut by both sides of a window
@@ -122,9 +123,18 @@ def least_work(problem: AttentionProblem, tile: OneCtaConfig, rows: tuple[int, .
     return min(rows, key=work)
 
 
-def few_steps(problem: AttentionProblem, block_n: int) -> bool:
+def typical_length(problem: AttentionProblem) -> float:
+    """Length of the packed sequence that a typical tile is of, from the longest, which is all that the host knows.
+
+    Where the logarithm of a length is as likely to be any number, it is the longest times 0.87 of two sequences, and
+    times 0.46 of 46: the mean over 1500 drawn batches of each tile's own length is within 3 % of this.
+    """
+    return problem.seqlen_q / max(1, problem.batch) ** 0.2
+
+
+def few_steps(problem: AttentionProblem) -> bool:
     """Whether tiles of dense tensors are so short that what is between them matters most."""
     if problem.window_left >= 0:
-        reach = block_n + problem.window_left + max(0, problem.window_right)
+        reach = problem.window_left + max(0, problem.window_right)
         return min(problem.seqlen_q, reach) * problem.group <= FEW_STEPS
     return problem.seqlen_q * problem.group <= (FEW_STEPS if problem.window_right >= 0 else FEW_STEPS // 2)

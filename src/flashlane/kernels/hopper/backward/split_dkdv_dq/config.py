@@ -22,6 +22,9 @@ MAX_LIVE = {"dkdv": 208, "dq": 216}
 """The most registers of accumulators and operands that a consumer thread holds without spills."""
 TILES = (112, 96, 80, 64)
 """Rows of a step, of either kernel: the most that fit are taken."""
+NARROW = 1024
+"""Keys of a window up to which the smallest tiles, without clusters, were faster in all 14 problems (notebook 0026):
+more of the pairs of a larger tile are hidden."""
 P_STAGES = 2
 """M-blocks of P on their way from one consumer to the other."""
 
@@ -143,17 +146,19 @@ class SplitConfig(GradientConfig):
 def pick(problem: AttentionProblem) -> SplitConfig:
     """The configuration of a problem."""
     config = SplitConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v).specialised(problem)
+    if problem.window_left >= 0 and problem.window_left + max(0, problem.window_right) <= NARROW:
+        return fitted(replace(config, cluster=1), TILES[-1:])
     return fitted(replace(config, cluster=1 if problem.seqlen_k <= ROWS else 2))
 
 
-def fitted(config: SplitConfig) -> SplitConfig:
-    """A configuration with the largest tiles that registers and shared memory have room for."""
+def fitted(config: SplitConfig, rows: tuple[int, ...] = TILES) -> SplitConfig:
+    """A configuration with the largest tiles of so many rows that registers and shared memory have room for."""
     largest, smallest = shared_limit(ARCH), TILES[-1]
-    for block_m in TILES:
+    for block_m in rows:
         dkdv = replace(config, block_m=block_m)
         if block_m == smallest or (dkdv.dkdv_shared <= largest and dkdv.dkdv_live <= MAX_LIVE["dkdv"]):
             break
-    for block_n in TILES:
+    for block_n in rows:
         both = replace(dkdv, block_n=block_n)
         if both.dq_shared <= largest and both.dq_live <= MAX_LIVE["dq"]:
             return both

@@ -7,6 +7,7 @@ from flashlane.kernels.hopper.arch import CHUNK
 from flashlane.kernels.hopper.backward.head_swizzle import (
     by_model,
     fastest_section,
+    is_causal,
     steps_of,
     two_cta_heads_per_section,
 )
@@ -29,7 +30,8 @@ def schedule(config: TwoCtaConfig, problem: AttentionProblem, sms: int) -> Sched
     n_blocks = len(n_block_range)
     tiles = n_blocks * problem.kv_heads * problem.batch
     section = config.heads_per_section
-    if not section and by_model(problem):
+    # Under a window, clusters ended as early with the heads one after the other (notebook 0026).
+    if not section and is_causal(problem) and by_model(problem):
         section = fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms // CTAS)
     section = section or two_cta_heads_per_section(problem)
     sizes = {"blocks": n_blocks, "first_block": n_block_range.start, "tiles": tiles, "heads_per_section": section}
