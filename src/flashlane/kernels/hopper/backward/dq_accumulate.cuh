@@ -53,12 +53,19 @@ struct SliceRows {
     }
     __device__ __forceinline__ void next(long long stride) { from += WARP, to += 8 * stride, rows -= 8; }
 
-    // Writes dQ; all lanes of a warp call it. It reads past the L1 cache, which may hold older sums.
+    // Writes dQ; all lanes of a warp call it.
     __device__ __forceinline__ void write_dq(int slice, float factor) const {
         float4 x[SLICE_FRAGMENTS];
+        load(x, slice);
+        write(x, slice, factor);
+    }
+    // It reads past the L1 cache, which may hold older sums.
+    __device__ __forceinline__ void load(float4 (&x)[SLICE_FRAGMENTS], int slice) const {
 #pragma unroll
         for (int i = 0; i < SLICE_FRAGMENTS; ++i)
             x[i] = i < fragments_of(slice) ? __ldcg(from + i * (FRAGMENT_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    __device__ __forceinline__ void write(const float4 (&x)[SLICE_FRAGMENTS], int slice, float factor) const {
         // Two fragments are four 8×8 matrices, whose transposes have rows of dQ; each lane of a quad then
         // takes 8 columns.
 #pragma unroll
@@ -77,28 +84,39 @@ struct SliceRows {
     }
 };
 
-// Converts 16 queries and 32 columns of sums that are not transposed; all lanes of a warp call it. `dq` is the
-// m-block's, which has `rows` rows to the sequence's end.
-__device__ __forceinline__ void write_dq_block(const float* sums, Element* dq, long long stride, int rows,
-                                               int first_row, int columns, float factor) {
-    const int lane = threadIdx.x % WARP;
-    const float4* const from =
-        reinterpret_cast<const float4*>(sums + columns / 8 * GROUP_FLOATS + first_row * 8) + lane;
+// 16 queries and 32 columns of sums that are not transposed.
+struct DqBlock {
     float4 x[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        x[i] =
-            columns / 8 + i < 2 * FRAGMENTS ? __ldcg(from + i * (GROUP_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        u32 word[4];
+
+    // Of the sums of an m-block; all lanes of a warp call it.
+    __device__ __forceinline__ DqBlock(const float* sums, int first_row, int columns) {
+        const float4* const from =
+            reinterpret_cast<const float4*>(sums + columns / 8 * GROUP_FLOATS + first_row * 8) + threadIdx.x % WARP;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            word[i] = half ? Convert<Element>::pack(x[i].z * factor, x[i].w * factor)
-                           : Convert<Element>::pack(x[i].x * factor, x[i].y * factor);
-        transpose_quad(word);
-        const int row = first_row + lane / 4 + 8 * half, column = columns + lane % 4 * 8;
-        if (row < rows && column < HEAD_DIM)
-            *reinterpret_cast<uint4*>(dq + row * stride + column) = make_uint4(word[0], word[1], word[2], word[3]);
+            x[i] = columns / 8 + i < 2 * FRAGMENTS ? __ldcg(from + i * (GROUP_FLOATS / 4))
+                                                   : make_float4(0.f, 0.f, 0.f, 0.f);
     }
+    // Writes dQ; all lanes of a warp call it. `dq` is the m-block's, which has `rows` rows to the sequence's end.
+    __device__ __forceinline__ void write(Element* dq, long long stride, int rows, int first_row, int columns,
+                                          float factor) const {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 word[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                word[i] = half ? Convert<Element>::pack(x[i].z * factor, x[i].w * factor)
+                               : Convert<Element>::pack(x[i].x * factor, x[i].y * factor);
+            transpose_quad(word);
+            const int row = first_row + lane / 4 + 8 * half, column = columns + lane % 4 * 8;
+            if (row < rows && column < HEAD_DIM)
+                *reinterpret_cast<uint4*>(dq + row * stride + column) = make_uint4(word[0], word[1], word[2], word[3]);
+        }
+    }
+};
+
+__device__ __forceinline__ void write_dq_block(const float* sums, Element* dq, long long stride, int rows,
+                                               int first_row, int columns, float factor) {
+    DqBlock(sums, first_row, columns).write(dq, stride, rows, first_row, columns, factor);
 }

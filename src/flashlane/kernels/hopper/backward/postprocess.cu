@@ -3,7 +3,7 @@
 #include "hopper/backward/dq_accumulate.cuh"
 #include "hopper/backward/dq_assignment.cuh"
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 256, WARPS = THREADS / WARP;
 
 struct PlainParams {
     const int* written;            // IN_KERNEL_DQ: for each tile, 1 when dQ of its m-blocks is written
@@ -36,20 +36,35 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postproces
     const float* sums = p.dq_accum + (first_row_block(p, seqlen, sequence, head) + at.m_block) * DQ_ACCUM_FLOATS;
     Element* dq = static_cast<Element*>(p.dq) + seqlen.q_batch * p.dq_batch + head * p.dq_head +
                   static_cast<long long>(seqlen.q_first + first) * p.dq_row;
+    // A warp has the loads of two groups under way at once: each takes a trip to the L2 cache.
     const int warp = threadIdx.x / WARP;
     if constexpr (cfg::DQ_TRANSPOSED) {
-        constexpr int TRANSPOSED_SLICES = MIXED_DQ ? 1 : SLICES;
-        for (int i = warp; MIXED_DQ && i < BLOCK_M / 16; i += THREADS / WARP)
+        constexpr int GROUPS_OF_SLICE = SLICE_ROWS / 8, GROUPS = (MIXED_DQ ? 1 : SLICES) * GROUPS_OF_SLICE;
+        for (int i = warp; MIXED_DQ && i < BLOCK_M / 16; i += WARPS)
             write_dq_block(sums, dq, p.dq_row, rows, i * 16, 64, p.scale);
-#pragma unroll 2
-        for (int i = warp; i < TRANSPOSED_SLICES * (SLICE_ROWS / 8); i += THREADS / WARP) {
-            const int slice = i / (SLICE_ROWS / 8);
-            SliceRows(threadIdx.x % WARP, sums, dq, p.dq_row, rows, slice, i % (SLICE_ROWS / 8))
-                .write_dq(slice, p.scale);
+        const auto slice_of = [](int group) { return group / GROUPS_OF_SLICE; };
+        const auto rows_of = [&](int group) {
+            return SliceRows(threadIdx.x % WARP, sums, dq, p.dq_row, rows, slice_of(group), group % GROUPS_OF_SLICE);
+        };
+#pragma unroll 1
+        for (int i = warp; i < GROUPS; i += 2 * WARPS) {
+            const int j = min(i + WARPS, GROUPS - 1);
+            float4 x[SLICE_FRAGMENTS], y[SLICE_FRAGMENTS];
+            rows_of(i).load(x, slice_of(i));
+            rows_of(j).load(y, slice_of(j));
+            rows_of(i).write(x, slice_of(i), p.scale);
+            if (i + WARPS < GROUPS) rows_of(j).write(y, slice_of(j), p.scale);
         }
     } else {
         constexpr int ROW_GROUPS = BLOCK_M / 16, GROUPS = ROW_GROUPS * ((HEAD_DIM + 31) / 32);
-        for (int i = warp; i < GROUPS; i += THREADS / WARP)
-            write_dq_block(sums, dq, p.dq_row, rows, i % ROW_GROUPS * 16, i / ROW_GROUPS * 32, p.scale);
+        const auto row_of = [](int group) { return group % ROW_GROUPS * 16; };
+        const auto columns_of = [](int group) { return group / ROW_GROUPS * 32; };
+#pragma unroll 1
+        for (int i = warp; i < GROUPS; i += 2 * WARPS) {
+            const int j = min(i + WARPS, GROUPS - 1);
+            const DqBlock x(sums, row_of(i), columns_of(i)), y(sums, row_of(j), columns_of(j));
+            x.write(dq, p.dq_row, rows, row_of(i), columns_of(i), p.scale);
+            if (i + WARPS < GROUPS) y.write(dq, p.dq_row, rows, row_of(j), columns_of(j), p.scale);
+        }
     }
 }

@@ -11,6 +11,11 @@
 
 constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V, THREADS = 256;
 constexpr int LANES = HEAD_DIM_V <= 64 ? 8 : HEAD_DIM_V <= 128 ? 16 : 32;  // of a row, 8 columns each
+constexpr int ROWS = THREADS / LANES;                     // which have a thread each of their own columns
+// Rows of a thread whose loads are under way at once: each takes a trip to device memory.
+constexpr int ROWS_OF_A_THREAD = (BLOCK_M + ROWS - 1) / ROWS, LOADS = (ROWS_OF_A_THREAD + 3) / 4;
+constexpr int ROWS_AT_ONCE = (ROWS_OF_A_THREAD + LOADS - 1) / LOADS;
+constexpr bool EVEN_ROWS = BLOCK_M % (ROWS * ROWS_AT_ONCE) == 0;
 
 // What every launch reads lies together: a kernel waits for each line of the constant cache that it begins to read.
 struct PlainParams {
@@ -146,7 +151,7 @@ __device__ __forceinline__ void init_counters(const Params& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 3) hopper_backward_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     const RowBlock at(p);
     const int head = blockIdx.y, first = at.m_block * BLOCK_M;
@@ -160,32 +165,44 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_preprocess
     float dlogit = 0.f;
     if (first < q_length) {
         const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-        const Element* out = static_cast<const Element*>(p.out) + batch * p.out_batch + head * p.out_head;
-        const Element* dout = static_cast<const Element*>(p.dout) + batch * p.dout_batch + head * p.dout_head;
+        const bool has_columns = LANES * 8 == HEAD_DIM_V || lane * 8 < HEAD_DIM_V;
+        const int column = has_columns ? lane * 8 : 0, last = q_length - 1;
+        const Element* out = static_cast<const Element*>(p.out) + batch * p.out_batch + head * p.out_head + column;
+        const Element* dout = static_cast<const Element*>(p.dout) + batch * p.dout_batch + head * p.dout_head + column;
         const float* lse_in = p.lse_in + batch * p.lse_batch + head * p.lse_head + q_first;
         const float* dlse = p.dlse == nullptr ? nullptr : p.dlse + batch * p.dlse_batch + head * p.dlse_head + q_first;
-#pragma unroll 2
-        for (int row = group; row < BLOCK_M; row += THREADS / LANES) {
-            const int query = first + row;
-            float sum = 0.f;
-            if (query < q_length && lane * 8 < HEAD_DIM_V) {
-                const long long at = q_first + query;
-                const uint4 a = *reinterpret_cast<const uint4*>(out + at * p.out_row + lane * 8);
-                const uint4 b = *reinterpret_cast<const uint4*>(dout + at * p.dout_row + lane * 8);
-                sum = dot(a.x, b.x) + dot(a.y, b.y) + dot(a.z, b.z) + dot(a.w, b.w);
-            }
+#pragma unroll 1
+        for (int first_row = group; first_row < BLOCK_M; first_row += ROWS_AT_ONCE * ROWS) {
+            uint4 a[ROWS_AT_ONCE], b[ROWS_AT_ONCE];
+            float lse_of[ROWS_AT_ONCE];
 #pragma unroll
-            for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-            if (lane != 0) continue;
-            const float lse = query < q_length ? lse_in[query] : -INF;
-            const bool seen = lse != -INF;
-            if (p.dlse != nullptr && seen) sum -= dlse[query];
-            sum = seen ? sum : 0.f;
-            p.lse[row_block * BLOCK_M + row] = seen ? -lse * LOG2_E : -INF;
-            p.delta[row_block * BLOCK_M + row] = sum;
-            if (seen) Score::add_row_gradient<Element>(p.score, head, lse, sum, dlogit);
+            for (int i = 0; i < ROWS_AT_ONCE; ++i) {      // without a condition, which would wait for each load
+                const int query = min(first + first_row + i * ROWS, last);
+                const long long token = q_first + query;
+                a[i] = *reinterpret_cast<const uint4*>(out + token * p.out_row);
+                b[i] = *reinterpret_cast<const uint4*>(dout + token * p.dout_row);
+                lse_of[i] = lse_in[query];
+            }
+            // Its stores run while the first loads are under way.
+            if constexpr (cfg::DQ_ACCUM_FLOATS > 0)
+                if (first_row == group) init_dq(p, seqlen, at, head, row_block);
+#pragma unroll
+            for (int i = 0; i < ROWS_AT_ONCE; ++i) {
+                const int row = first_row + i * ROWS, query = first + row;
+                float sum = dot(a[i].x, b[i].x) + dot(a[i].y, b[i].y) + dot(a[i].z, b[i].z) + dot(a[i].w, b[i].w);
+                sum = has_columns ? sum : 0.f;
+#pragma unroll
+                for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+                if (lane != 0 || (!EVEN_ROWS && row >= BLOCK_M)) continue;
+                const float lse = query <= last ? lse_of[i] : -INF;
+                const bool seen = lse != -INF;
+                if (p.dlse != nullptr && seen) sum -= dlse[query];
+                sum = seen ? sum : 0.f;
+                p.lse[row_block * BLOCK_M + row] = seen ? -lse * LOG2_E : -INF;
+                p.delta[row_block * BLOCK_M + row] = sum;
+                if (seen) Score::add_row_gradient<Element>(p.score, head, lse, sum, dlogit);
+            }
         }
-        if constexpr (cfg::DQ_ACCUM_FLOATS > 0) init_dq(p, seqlen, at, head, row_block);
     }
     Score::store_row_gradient<THREADS>(dlogit, [&] {
         return p.dlogit_partials + (static_cast<long long>(blockIdx.z) * gridDim.x + blockIdx.x) * p.heads + head;
