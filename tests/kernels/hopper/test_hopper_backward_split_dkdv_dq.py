@@ -114,7 +114,7 @@ def test_launches_cover_all_rows_and_point_at_the_tensors(monkeypatch: pytest.Mo
     assert queries.grid == (8 * 8 * 2, 1, 1) and queries.params.blocks == 8  # 1000 queries by 128, of 8 heads
     assert (keys.shared, queries.shared) == (config.dkdv_shared, config.dq_shared)
     # The last needs what the first makes, and nothing that the second does: it begins on SMs that are left.
-    assert [launch.overlapped for launch in (rows, keys, queries)] == [False, True, True]
+    assert [launch.overlapped for launch in (rows, keys, queries)] == [True, True, True]
     assert keys.block == queries.block == (384, 1, 1)
     for name, tensor in (("dk", tensors.dk), ("dv", tensors.dv), ("dq", tensors.dq)):
         assert getattr(keys.params, name) == tensor.data_ptr()
@@ -142,4 +142,4 @@ def test_the_statistics_are_waited_for_though_all_packed_sequences_are_empty(mon
     """Blocks without keys end at once: were they all, nothing after them would know whether the statistics are made."""
     problem = problem_of(varlen=True, deterministic=True)
     (rows, keys, queries), _ = gradient_launches(pick(problem), problem, monkeypatch)
-    assert [launch.overlapped for launch in (rows, keys, queries)] == [False, False, True]
+    assert [launch.overlapped for launch in (rows, keys, queries)] == [True, False, True]

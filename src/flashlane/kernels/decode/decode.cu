@@ -63,12 +63,15 @@ __device__ __forceinline__ void consume(const Params& p, u32 shared) {
 
 #if __CUDA_ARCH__ >= 900
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+__device__ __forceinline__ void wait_for_kernel_before() { griddepcontrol_wait(); }
 #else
 #define CLUSTERED
+__device__ __forceinline__ void wait_for_kernel_before() {}
 #endif
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(CTA_THREADS, cfg::MIN_BLOCKS)
     decode_attention(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
+    wait_for_kernel_before();
     const u32 shared = shared_address(shared_memory);
     if constexpr (TMA) {
         if (threadIdx.x == THREADS) init_barriers(shared, maps);

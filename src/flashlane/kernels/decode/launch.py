@@ -14,6 +14,7 @@ from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Repeat, memoised
 from flashlane.jit import KernelSource, launch, launch_pool, tensormap
 from flashlane.jit.launch_pool import Launch, LaunchPlan, Map
+from flashlane.jit.toolchain import architecture_number
 from flashlane.kernels.decode.config import PLANE, DecodeConfig
 from flashlane.kernels.decode.select import config_for, lengths_differ, rows_of, splits_for, stream_k_ctas
 from flashlane.kernels.device_file import device_code
@@ -62,6 +63,8 @@ class ParamsWithMaps(ctypes.Structure):
 
 PARAMETERS = ("params", "k_map")
 """Fields of :class:`ParamsWithMaps` at which the two begin."""
+OVERLAPPING = 90
+"""The first architecture whose launches may overlap the kernel before them."""
 
 
 def source_of(config: DecodeConfig) -> KernelSource:
@@ -140,7 +143,8 @@ class PreparedDecode:
                 for operand, (name, side) in enumerate(zip(("k_map", "v_map"), self.sides, strict=True))
             )
         params, shared = ParamsWithMaps(params=self.params), config.shared_memory
-        yield Launch(self.function, self.grid, config.threads, params, shared, maps=maps, parameters=PARAMETERS)
+        overlapped = architecture_number(self.problem.arch) >= OVERLAPPING
+        yield Launch(self.function, self.grid, config.threads, params, shared, overlapped, maps, PARAMETERS)
 
     def _tensor_map(self, side: Side, address: int) -> tensormap.TensorMap:
         box = PLANE, self.config.box_rows, 1, 1

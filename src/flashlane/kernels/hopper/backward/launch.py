@@ -445,7 +445,8 @@ class PreparedBackward:
     def launches(self, tensors: Tensors) -> Iterator[launch_pool.Launch]:
         """The kernels in their order, for calls of the tensors' kind."""
         before, *others = self.functions()
-        yield launch_pool.Launch(before, self.rows.grid, ROW_THREADS, self._preprocess_params(tensors))
+        params = self._preprocess_params(tensors)
+        yield launch_pool.Launch(before, self.rows.grid, ROW_THREADS, params, overlapped=True)
         shared = (sum(parts.values()) for parts in self.config.gradient_regions)
         threads = self.config.threads
         for one, size in zip(self.schedule.gradients, shared, strict=True):

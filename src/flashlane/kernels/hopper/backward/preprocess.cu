@@ -152,7 +152,8 @@ __device__ __forceinline__ void init_counters(const Params& p) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) hopper_backward_preprocess(const __grid_constant__ Params p) {
-    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();                                // for whatever kernel is before this one on the stream
+    griddepcontrol_launch_dependents();                   // which may read the operands before they wait for this one
     const RowBlock at(p);
     const int head = blockIdx.y, first = at.m_block * BLOCK_M;
     const QuerySeqlen seqlen = queries_of(p, at.of_no_sequence() ? 0 : at.sequence, at.range);

@@ -194,6 +194,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, cfg::CTAS_PER_SM
     }
     if constexpr (CLUSTER > 1) cluster_arrive(), cluster_wait();
     else __syncthreads();
+    griddepcontrol_wait();  // for whatever kernel is before this one on the stream
     const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / 4;
     if (warpgroup == 0) {
         setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();

@@ -237,7 +237,8 @@ class PreparedForward:
             Map(side, operand, partial(_tensor_map, element, shape))
             for side, operand, shape in zip(self.map_fields, self.operands, self.maps, strict=True)
         )
-        yield Launch(function, (ctas, 1, 1), config.threads, self.params, config.shared_memory, maps=maps)
+        params, shared = self.params, config.shared_memory
+        yield Launch(function, (ctas, 1, 1), config.threads, params, shared, overlapped=True, maps=maps)
         if self.splits > 1 and not config.combine_in_kernel:
             batch, rows, heads, _ = self.out_shape
             combine = _combine_function(config.dtype, config.head_dim_v, config.score, self.device)
