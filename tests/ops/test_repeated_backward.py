@@ -13,6 +13,7 @@ from hopper_fakes import Launches, install
 import flashlane
 from flashlane.core import problem, registry
 from flashlane.kernels.hopper.backward import kernel as backward
+from flashlane.kernels.hopper.backward.launch import MAPPED, STORED
 from flashlane.ops import autograd, execute, schema
 
 HOPPER = registry.get("hopper(wgmma+tma)")
@@ -47,7 +48,7 @@ def without_pointers(params: ctypes.Structure) -> bytes:
     copy = type(params).from_buffer_copy(params)
     for name in pointers(copy):
         setattr(copy, name, None)
-    for name in ("q", "k", "v", "dout"):
+    for name in MAPPED + STORED:
         if hasattr(copy, name) and not isinstance(getattr(copy, name), (int, type(None))):
             ctypes.memset(ctypes.addressof(copy) + getattr(type(copy), name).offset, 0, 8)
     return bytes(copy)
@@ -89,8 +90,8 @@ def test_a_repeated_backward_launches_what_a_checked_one_does(
         assert (preprocess["out"], preprocess["dout"]) == (out.data_ptr(), do.data_ptr())
         dq, dk, dv = (t.data_ptr() for t in grads)
         assert (postprocess["dq"], gradients["dk"], gradients["dv"]) == (dq, dk, dv)
-        maps = [bytes(getattr(found[1], name))[:8] for name in ("q", "k", "v", "dout")]
-        assert [int.from_bytes(at, "little") for at in maps] == [t.data_ptr() for t in (*tensors, do)]
+        maps = [bytes(getattr(found[1], name))[:8] for name in MAPPED + STORED]
+        assert [int.from_bytes(at, "little") for at in maps] == [t.data_ptr() for t in (*tensors, do)] + [dk, dv]
         for stage, mine, right in zip(STAGES, found, checked, strict=True):
             there = {name for name, at in pointers(right).items() if at}
             assert {name for name, at in pointers(mine).items() if at} == there, stage
@@ -234,13 +235,13 @@ def test_saved_tensors_may_come_back_with_other_strides(launches: Launches, monk
     call(tensors, do)
     monkeypatch.setattr(execute, "backward", refuse)
     call(tensors, do)
-    as_given = launches.maps[-4:]
+    as_given = launches.maps[-6:]
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
         call(tensors, do)
-    copied = launches.maps[-4:]
+    copied = launches.maps[-6:]
     by_row, by_head = 2 * 64 * 2, 64 * 2
-    assert [one.strides[:2] for one in as_given] == [(64 * 2, 256 * 64 * 2)] * 3 + [(by_row, by_head)]
-    assert [one.strides[:2] for one in copied] == [(by_row, by_head)] * 4
+    assert [one.strides[:2] for one in as_given] == [(64 * 2, 256 * 64 * 2)] * 3 + [(by_row, by_head)] * 3
+    assert [one.strides[:2] for one in copied] == [(by_row, by_head)] * 6
 
 
 def test_a_second_derivative_is_still_refused(launches: Launches) -> None:

@@ -21,6 +21,7 @@ from flashlane.bench.measure import drawn as draws
 from flashlane.bench.measure.drawn_case import Case
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs, arch_of
+from flashlane.kernels.hopper.backward.config import GradientConfig
 from flashlane.kernels.hopper.backward.kernel import hopper_backward, supports
 from flashlane.reference.tiled import Gradients
 
@@ -160,10 +161,12 @@ def draw(variant: Variant, number: int) -> Drawn:
     )
 
 
-def run(problem: AttentionProblem, inputs: Inputs, what: BackwardInputs) -> Gradients:
-    """The gradients, in memory that held NaN."""
+def run(
+    problem: AttentionProblem, inputs: Inputs, what: BackwardInputs, config: GradientConfig | None = None
+) -> Gradients:
+    """The gradients, in memory that held NaN; by the table's configuration or another one."""
     poison(inputs, extra=1 << 24)
-    return hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)
+    return hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse, config=config)
 
 
 def repeats(problem: AttentionProblem) -> tuple[str, ...]:

@@ -32,4 +32,4 @@ def families(loop: list[str]) -> Counter[str]:
 
 def steady_loops(text: str) -> list[list[str]]:
     """Opcodes of the loops over key blocks: multiplying but not storing."""
-    return [loop for loop in loops(text) if (has := families(loop))["HGMMA"] and not has["STG"]]
+    return [loop for loop in loops(text) if (has := families(loop))["HGMMA"] and not (has["STG"] or has["UTMASTG"])]

@@ -42,6 +42,14 @@ __device__ __forceinline__ void tma_load(u32 destination, const TensorMap& map, 
         : "memory");
 }
 
+// Stores the box from shared memory, as part of this thread's current bulk group; what is outside the tensor is not
+// stored.
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
+
 // Copies of contiguous bytes: a multiple of 16 bytes, at addresses that are multiples of 16 (PTX ISA, cp.async.bulk and
 // cp.reduce.async.bulk).
 __device__ __forceinline__ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {

@@ -123,6 +123,7 @@ def test_the_gradients_compile_as_the_schedule_needs(config_and_source: tuple[An
     if source.entry == ONE_CTA:
         atomics = config.dq == "register_atomics"
         assert ("UBLKRED" in counts) != atomics, "dQ is added by TMA"
+        assert ("UTMASTG" in counts) == config.stores_by_tma, "dK and dV are stored by TMA"
         # Loops over the rows of a slice of dQ: all loads of a row at once, and nothing in local memory.
         fragments = min(4, -(-config.head_dim // 16))
         finishing = [

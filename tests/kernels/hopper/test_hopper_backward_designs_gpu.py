@@ -27,6 +27,7 @@ from hopper_gradients import (
 )
 
 from flashlane.core import registry
+from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward import split_q
 from flashlane.kernels.hopper.backward.kernel import config_of
@@ -34,6 +35,7 @@ from flashlane.kernels.hopper.backward.launch import Workspace
 from flashlane.kernels.hopper.backward.one_cta import in_kernel_dq
 from flashlane.kernels.hopper.backward.one_cta import launch as one_cta_launch
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
+from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 
 GAP = 4096
 """Words between the parts of a call's memory in the next test, more than a slab of sums."""
@@ -141,6 +143,51 @@ def test_in_kernel_dq_on_several_streams_at_once(always_in_kernel: None) -> None
         assert equal(right, again, repeats(problem))
         # Another order, rounded to bf16.
         assert float((again.q.float() - right.q.float()).norm() / right.q.float().norm()) < 3e-3
+
+
+STAGED = tuple(Variant(BF16, head_dim, mask=mask) for head_dim in (64, 128) for mask in ("full", "right", "both"))
+STAGED += (Variant(F16, 40, mask="right"), Variant(BF16, 104, mask="left"), Variant(F16, 120, mask="right"))
+STAGED += (Variant(BF16, 96), Variant(BF16, 72, mask="both"), Variant(F16, 64, 40), Variant(BF16, 128, 64))
+STAGED += tuple(Variant(BF16, 64, features=(feature,)) for feature in ("softcap", "alibi", "sinks"))
+STAGED += (Variant(F16, 128, features=("deterministic",)),)
+LENGTHS = ((534, 534), (777, 1111), (640, 129), (333, 1500))
+"""Queries and keys of several sequences, the last tiles of which have 22, 87, 1 and 92 keys."""
+
+
+def with_tma_stores(problem: AttentionProblem) -> OneCtaConfig:
+    """The table's configuration, or one with room for dK and dV in shared memory."""
+    config = replace(config_of(problem).specialised(problem), tma_stores=True)
+    if config.staging != "registers":
+        return config
+    if problem.deterministic:
+        return replace(config, block_m=64)
+    few_steps = replace(config, block_m=64, k_stages=2, dq="register_atomics", postprocess="own_launch")
+    return replace(few_steps, ping_pong="until_issued", split_q=False).specialised(problem)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("variant", STAGED, ids=str)
+def test_tma_stores_the_bits_that_consumers_store(variant: Variant) -> None:
+    """Odd lengths, grouped heads and last tiles that end within the tile; a row of another sequence would differ."""
+    staged = 0
+    for number in range(DRAWS):
+        item = draw(variant, number)
+        if number % 2:  # several tiles on each SM
+            lengths, group = LENGTHS[number // 2 % len(LENGTHS)], 1 + number % 3
+            item = replace(item, case=replace(item.case, lengths=(lengths,) * 5, kv_heads=9, group=group))
+        problem, inputs = item.build(variant.dtype, HERE)
+        if refusal(problem) is not None:
+            continue
+        config = with_tma_stores(problem)
+        staged += config.stores_by_tma
+        rows, what = item.backward_inputs(problem, inputs)
+        by_tma = run(problem, rows, what, config)
+        wrong = complaints(rows, what, by_tma)
+        assert not wrong, f"{item}: {'; '.join(wrong)}"
+        by_consumers = run(problem, rows, what, replace(config, tma_stores=False))
+        assert equal(by_tma, by_consumers, ("k", "v")), str(item)
+    assert staged >= DRAWS // 4
 
 
 SPLIT = tuple(Variant(BF16, head_dim, mask=mask) for head_dim in (64, 96, 128) for mask in ("full", "right"))

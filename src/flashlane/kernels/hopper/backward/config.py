@@ -87,6 +87,8 @@ class GradientConfig(ABC):
     """Threads of a CTA."""
     in_order: ClassVar[bool] = False
     """The n-blocks add to dQ in their order, which semaphores keep."""
+    stores_by_tma: ClassVar[bool] = False
+    """dK and dV are stored by TMA."""
     in_kernel_dq: ClassVar[bool] = False
     """Idle warps of the launch zero dq_accum and write dQ, as far as they get."""
     last_addition: ClassVar[bool] = False

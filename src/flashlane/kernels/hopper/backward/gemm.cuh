@@ -51,6 +51,24 @@ __device__ __forceinline__ int warpgroup_thread() {
     return static_cast<int>(thread % WARPGROUP);
 }
 
+// Writes a warp's 16 rows of an accumulator, times `factor`, to shared memory as TMA stores them: chunks of 64 columns,
+// swizzled, CHUNK_BYTES apart. `to` is a multiple of 1024.
+template <int DIM, u32 CHUNK_BYTES>
+__device__ __forceinline__ void stage_accumulator(const float (&d)[DIM / 2], u32 to, float factor) {
+    const int lane = threadIdx.x % WARP, row = lane % 16;
+    const u32 first = to + row * ROW_BYTES + ((lane / 16 ^ row % 8) << 4);
+#pragma unroll
+    for (int n = 0; n < DIM / 8; n += 2) {                // groups of 8 columns
+        u32 word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int j = 4 * n + 2 * i;
+            word[i] = n + i / 2 < DIM / 8 ? Convert<Element>::pack(d[j] * factor, d[j + 1] * factor) : 0u;
+        }
+        stmatrix_x4((first ^ (n % 8 << 4)) + n / 8 * CHUNK_BYTES, word[0], word[1], word[2], word[3]);
+    }
+}
+
 // Stores the first `rows` rows of a warpgroup's accumulator, times `factor`, in device memory; rows are
 // `stride` elements apart.
 template <int DIM>

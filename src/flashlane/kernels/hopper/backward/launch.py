@@ -42,12 +42,16 @@ COUNTERS = 6
 """Integers of ``Counters`` in the same file."""
 PART_WORDS = 32
 """Words of 4 bytes; the size of each part of a call's device memory is a multiple of them."""
+STAGED_ROWS = 16
+"""Rows of dK and dV that one TMA store takes: a warp's."""
 KINDS_KEPT = 16
 """Kinds of calls whose launches a plan keeps."""
 
 MAPPED = ("q", "k", "v", "dout")
 """Tensors that are read by TMA, in the order of a launch's maps."""
-MAPPED_ARGUMENTS = ("q", "k", "v", "the output's gradient")
+STORED = ("dk_map", "dv_map")
+"""The maps of dK and dV, which follow where TMA stores these."""
+MAPPED_ARGUMENTS = ("q", "k", "v", "the output's gradient", "the gradient of k", "the gradient of v")
 """What messages call them."""
 _POINTERS = ("lse", "delta", "dq_accum", "dk", "dv", "dq", "semaphores", "postprocess_queue", "counters", "partials")
 _POINTERS += ("zeroed", "added", "written")
@@ -70,7 +74,7 @@ def _strides(*names: str) -> list[tuple[str, Any]]:
 
 
 _FIELDS = (
-    *((side, ctypes.c_ubyte * tensormap.MAP_BYTES) for side in MAPPED),
+    *((side, ctypes.c_ubyte * tensormap.MAP_BYTES) for side in (*MAPPED, *STORED)),
     ("seqlen", SeqlenParams),
     ("score", ScoreParams),
     *_pointers(*_POINTERS),
@@ -197,8 +201,8 @@ class Tensors:
 
     @property
     def mapped(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that have tensor maps, in the order of :data:`MAPPED`."""
-        return self.inputs.q, self.inputs.k, self.inputs.v, self.do
+        """The tensors that may have tensor maps, in the order of :data:`MAPPED` and :data:`STORED`."""
+        return self.inputs.q, self.inputs.k, self.inputs.v, self.do, self.dk, self.dv
 
 
 class RowBlocks:
@@ -288,6 +292,8 @@ class PreparedBackward:
         self.ranges = ranges
         self.config, self.schedule, self.problem, self.device = config, schedule, problem, device
         self.reads_score_tensors = bool(config.score.words())
+        self.mapped = MAPPED + STORED * config.stores_by_tma
+        """The tensor maps of a launch."""
         self.seqlen_pointers_of = seqlen_pointers_of(problem)
         self.rows = RowBlocks(problem, q_shape, config.block_m, ranges)
         self.workspace = workspace_of(self.rows, config, schedule.split_q, schedule.in_kernel_dq)
@@ -322,7 +328,7 @@ class PreparedBackward:
         # The small tensors as the kernels read them, which must live until the launches.
         inputs, device = plain_seqlen_inputs(plain_score_inputs(tensors.inputs)), tensors.dq.device
         launches = self._launches_of(tensors)
-        key = tuple(tensor.data_ptr() for tensor in tensors.mapped)
+        key = tuple(tensor.data_ptr() for _, tensor in zip(self.mapped, tensors.mapped, strict=False))
         block = launches.acquire(key)
         workspace = launch.allocator(device)((self.workspace.words,), (1,), torch.float32)
         partials = row_gradient_partials(inputs, self.rows.of_a_head)
@@ -383,7 +389,7 @@ class PreparedBackward:
         of_keys = self.dtype_of_keys(dtype)
         names = ("out", "lse_in", "dout", "dq", "dk", "dv", *self.workspace.offsets)
         names += ("dlogit_partials",) * has_row_gradients(self.problem)
-        offsets, count = self.offsets, self.rows.of_a_head
+        offsets, count, stores_by_tma = self.offsets, self.rows.of_a_head, self.config.stores_by_tma
         plain_lengths, has_score_tensors = plain_inputs_of(self.problem), self.reads_score_tensors
         plans: dict[Kind, launch_pool.LaunchPlan] = {}
         """The plans, by the strides of what is read."""
@@ -428,6 +434,8 @@ class PreparedBackward:
                 partials = row_gradient_partials(inputs, count)
                 if partials is not None:
                     pointers = *pointers, partials.data_ptr()
+            if stores_by_tma:
+                key = *key, dk.data_ptr(), dv.data_ptr()
             block = plan.acquire(key)
             if pointers != block.held:
                 block.set_pointers(names, (*pointers[:6], *map(pointers[6].__add__, offsets), *pointers[7:]))
@@ -450,7 +458,7 @@ class PreparedBackward:
         shared = (sum(parts.values()) for parts in self.config.gradient_regions)
         threads = self.config.threads
         for one, size in zip(self.schedule.gradients, shared, strict=True):
-            params, maps = self._gradient_params(tensors, one), _maps(self.problem, tensors, one.boxes)
+            params, maps = self._gradient_params(tensors, one), _maps(self.problem, self.mapped, tensors, one.boxes)
             yield launch_pool.Launch(others.pop(0), one.grid, threads, params, size, one.overlapped, maps)
         for after in others:
             params = self._postprocess_params(tensors)
@@ -529,17 +537,19 @@ def _set_strides(params: ctypes.Structure, name: str, tensor: torch.Tensor, prob
         setattr(params, f"{name}_{axis}", stride)
 
 
-def _maps(problem: AttentionProblem, tensors: Tensors, boxes: tuple[int, int]) -> tuple[launch_pool.Map, ...]:
-    """The tensor maps of a launch, with boxes of so many queries and keys."""
+def _maps(
+    problem: AttentionProblem, names: tuple[str, ...], tensors: Tensors, boxes: tuple[int, int]
+) -> tuple[launch_pool.Map, ...]:
+    """The tensor maps of these names, with boxes of so many queries and keys."""
     rows, keys = boxes
 
     def map_of(number: int, name: str, tensor: torch.Tensor) -> launch_pool.Map:
-        box = rows if name in ("q", "dout") else keys
+        box = rows if name in ("q", "dout") else STAGED_ROWS if name in STORED else keys
         shape, strides = tuple(tensor.shape), tensor.stride()
         return launch_pool.Map(name, number, lambda at: tensor_map(problem.dtype_name, at, shape, strides, box))
 
     return tuple(
-        map_of(number, name, each) for number, (name, each) in enumerate(zip(MAPPED, tensors.mapped, strict=True))
+        map_of(number, name, each) for number, (name, each) in enumerate(zip(names, tensors.mapped, strict=False))
     )
 
 

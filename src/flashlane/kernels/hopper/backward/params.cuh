@@ -17,6 +17,7 @@ constexpr int WARPGROUP = 128;
 
 struct PlainParams {
     TensorMap q, k, v, dout;       // (column, row, head, batch)
+    TensorMap dk_map, dv_map;      // of dK and dV, where these are stored by TMA
     SeqlenParams seqlen;
     ScoreParams score;
     const float *lse, *delta;      // row statistics, see first_row_block

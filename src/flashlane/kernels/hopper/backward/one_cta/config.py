@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from flashlane.jit import KernelSource
-from flashlane.kernels.hopper.arch import CHUNK
+from flashlane.jit import KernelSource, shared_limit
+from flashlane.kernels.hopper.arch import ARCH, CHUNK
 from flashlane.kernels.hopper.backward.config import CONSUMERS, GradientConfig, row_bytes
 from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
 
@@ -19,6 +19,9 @@ Postprocess = Literal["own_launch", "idle_warps", "last_addition"]
 """Where dQ is computed from dq_accum."""
 PingPong = Literal["off", "until_issued", "until_complete"]
 """How long a consumer warpgroup has the tensor cores alone for the first two products of a step."""
+Staging = Literal["registers", "both", "in_turn"]
+"""Where dK and dV of a tile lie until they are stored: in registers, from which consumers store them; or in shared
+memory, from which TMA does, with room for both or for one at a time, dV first."""
 DQ_POLICIES: dict[tuple[Dq, Postprocess], str] = {
     ("register_atomics", "own_launch"): "RegisterAtomics",
     ("register_atomics", "idle_warps"): "RegisterAtomicsInKernelDq",
@@ -53,6 +56,8 @@ class OneCtaConfig(GradientConfig):
     ping_pong: PingPong = "off"
     own_loops: bool = False
     """Each consumer warpgroup has its own copy of the loop; with :attr:`mixed_dq` always."""
+    tma_stores: bool = False
+    """TMA stores dK and dV where it can and shared memory has room (:attr:`staging`)."""
 
     design: ClassVar[str] = "one_cta"
     block_n: ClassVar[int] = CHUNK * CONSUMERS
@@ -72,6 +77,23 @@ class OneCtaConfig(GradientConfig):
     @property
     def in_order(self) -> bool:  # type: ignore[override]
         return self.dq == "ordered_tma_reduce_add"
+
+    @property
+    def stores_by_tma(self) -> bool:  # type: ignore[override]
+        return self.staging != "registers"
+
+    @property
+    def staging(self) -> Staging:
+        """Where dK and dV of a tile lie until they are stored.
+
+        A tensor map clips neither at the end of a packed sequence nor what is not in the operands' type.
+        """
+        if self.tma_stores and not (self.varlen or self.f32_dkdv or self.block_lists or self.program):
+            staged: tuple[Staging, ...] = "both", "in_turn"
+            for staging in staged:
+                if sum(self._regions(staging).values()) <= shared_limit(ARCH):
+                    return staging
+        return "registers"
 
     @property
     def in_kernel_dq(self) -> bool:  # type: ignore[override]
@@ -107,6 +129,9 @@ class OneCtaConfig(GradientConfig):
     @property
     def regions(self) -> dict[str, int]:
         """Bytes of each part of shared memory."""
+        return self._regions(self.staging)
+
+    def _regions(self, staging: Staging) -> dict[str, int]:
         m, n, qk, v = self.block_m, self.block_n, row_bytes(self.head_dim), row_bytes(self.head_dim_v)
         stages = self.q_stages + self.do_stages
         slices = 0 if self.dq == "register_atomics" else self.dq_stages * CONSUMERS
@@ -115,6 +140,7 @@ class OneCtaConfig(GradientConfig):
             "Q": self.q_stages * m * qk,
             "dO": self.do_stages * m * v,
             "dS": 2 * m * n * 2,
+            "dK and dV": n * {"registers": 0, "both": qk + v, "in_turn": max(qk, v)}[staging],
             "dQ": slices * CHUNK * 4 * self.slice_rows,
             "statistics": stages * m * 4,
             "records": 2 * TILE_BYTES + (STEP_BYTES + DQ_TARGETS_BYTES) * self.q_stages,
@@ -144,6 +170,7 @@ class OneCtaConfig(GradientConfig):
             f"using Partition = {'SplitQ' if self.split_q else 'WholeTiles'}<Dq>;\n"
             f"constexpr PingPong PING_PONG = PingPong::{self.ping_pong.upper()};\n"
             f"constexpr bool OWN_LOOPS = {int(self.own_loops or self.mixed_dq)};\n"
+            f"constexpr Staging STAGING = Staging::{self.staging.upper()};\n"
         )
         headers = (("one_cta_policies.cuh", policies),)
         n_inner = (self.head_dim - CHUNK,) if self.mixed_dq else ()

@@ -16,6 +16,25 @@ __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], c
     else store_accumulator<DIM>(d, static_cast<Element*>(to) + at, row, rows, factor);
 }
 
+// ---- dK and dV through shared memory
+
+// Writes a warp's 16 rows of dK or dV, times `factor`, to `at`, and stores them as a bulk group of its first lane. Rows
+// past the end of the keys are outside the tensor.
+template <int DIM>
+__device__ __forceinline__ void stage_and_store(const float (&d)[DIM / 2], const WorkTile& tile, int first_row,
+                                                const TensorMap& map, u32 at, float factor) {
+    stage_accumulator<DIM, STAGED_CHUNK>(d, at, factor);
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) {
+#pragma unroll
+        for (int i = 0; i < DIM; i += CHUNK_COLUMNS)
+            tma_store(map, at + i / CHUNK_COLUMNS * STAGED_CHUNK, i, tile.first_key + first_row, tile.kv_head,
+                      tile.seqlen.k_batch);
+        bulk_commit();
+    }
+}
+
 // ---- split-Q
 
 // Where a split leaves dK and dV.

@@ -65,15 +65,40 @@ struct Consumer {
             __syncwarp();
             arrive(SMEM(tile_empty), stage);
             if (SPLIT_Q && !combine_splits(p, uniform(at.split()), number, dk, dv)) continue;
-            store_keys_gradient<HEAD_DIM_V>(dv, tile, number, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
-            store_keys_gradient<HEAD_DIM>(dk, tile, number, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
+            if constexpr (STAGING != Staging::REGISTERS) {
+                store_by_tma(tile);
+            } else {
+                store_keys_gradient<HEAD_DIM_V>(dv, tile, number, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
+                store_keys_gradient<HEAD_DIM>(dk, tile, number, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
+            }
         }
         if (PIPELINED_TILES && full_tiles() > 0) last_dq(), ++steps_done;
+        if (STAGING != Staging::REGISTERS) wait_for_staged();
         if (!Dq::TMA) return;
         const u32 stage = dq_stage(dq_slices(), number);
         mbarrier_wait(barrier_of(SMEM(dq_empty), stage), dq_slices() / DQ_STAGES % 2 ^ 1);
         arrive(SMEM(dq_full), stage);                     // NO_MORE, for the dQ-store warp
     }
+
+    // ---- dK and dV by TMA
+
+    // Until TMA has read what this warp staged.
+    __device__ __forceinline__ void wait_for_staged() const {
+        if (lane == 0) bulk_wait_read();
+        __syncwarp();
+    }
+    // A warp's rows. The copies run under the next tile, but for that of dV where dK takes its place.
+    __device__ __forceinline__ void store_by_tma(const WorkTile& tile) const {
+        const int row = number * 64 + warp * 16;
+        const u32 to = SMEM_STAGED + (number * 4 + warp) * STAGED_WARP_BYTES;
+        wait_for_staged();
+        stage_and_store<HEAD_DIM_V>(dv, tile, row, p.dv_map, to, 1.f);
+        if (STAGING == Staging::IN_TURN) wait_for_staged();
+        const u32 to_k = STAGING == Staging::IN_TURN ? to : to + V_CHUNKS * STAGED_CHUNK;
+        stage_and_store<HEAD_DIM>(dk, tile, row, p.dk_map, to_k, p.scale);
+    }
+
+    // ---- a tile
 
     __device__ __forceinline__ void run_steps(int steps) {
         wait<K_STAGES>(SMEM(k_full), full_tiles());

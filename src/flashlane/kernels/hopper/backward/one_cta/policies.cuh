@@ -61,7 +61,14 @@ enum class PingPong { OFF, UNTIL_ISSUED, UNTIL_COMPLETE };
 // OWN_LOOPS: each consumer warpgroup has a copy of the loop, in which its number is a constant. That is fewer
 // instructions, and the two may differ.
 
-#include "one_cta_policies.cuh"  // using Dq, using Partition, PING_PONG, OWN_LOOPS
+// Where dK and dV of a tile lie until they are stored.
+enum class Staging {
+    REGISTERS,                     // nowhere else: the consumers store them
+    BOTH,                          // in shared memory with room for both, until TMA has read them
+    IN_TURN                        // in shared memory with room for one of them, dV first
+};
+
+#include "one_cta_policies.cuh"  // using Dq, using Partition, PING_PONG, OWN_LOOPS, STAGING
 
 constexpr bool IN_KERNEL_DQ = Dq::POSTPROCESS == Postprocess::IDLE_WARPS;
 constexpr bool POSTPROCESS_LAST_ADDITION = Dq::POSTPROCESS == Postprocess::LAST_ADDITION;

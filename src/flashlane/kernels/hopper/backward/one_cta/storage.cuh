@@ -13,6 +13,12 @@ constexpr u32 KEYS_CHUNK = BLOCK_N * ROW_BYTES, ROWS_CHUNK = BLOCK_M * ROW_BYTES
 constexpr u32 K_BYTES = QK_CHUNKS * KEYS_CHUNK, V_BYTES = V_CHUNKS * KEYS_CHUNK;
 constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK, DS_BYTES = BLOCK_N / 64 * ROWS_CHUNK;
 constexpr u32 STAT_BYTES = BLOCK_M * 4;
+// dK and dV until TMA has read them: of each warp 16 rows, in chunks one after another.
+constexpr u32 STAGED_CHUNK = 16 * ROW_BYTES;
+constexpr int STAGED_CHUNKS = STAGING == Staging::BOTH      ? QK_CHUNKS + V_CHUNKS
+                              : STAGING == Staging::IN_TURN ? (QK_CHUNKS > V_CHUNKS ? QK_CHUNKS : V_CHUNKS)
+                                                            : 0;
+constexpr u32 STAGED_WARP_BYTES = STAGED_CHUNKS * STAGED_CHUNK, STAGED_BYTES = STAGED_WARP_BYTES * 4 * CONSUMERS;
 // Of dQᵀ a consumer makes 64 columns for SLICE_ROWS queries: its slice of dq_accum, and what it leaves for
 // its dQ-store warp.
 constexpr u32 FRAGMENT_BYTES = FRAGMENT_FLOATS * 4, SLICE_BYTES = 4 * FRAGMENT_BYTES;
@@ -27,6 +33,7 @@ static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 
 constexpr bool PIPELINED_TILES = K_STAGES > 1 && !Dq::IN_ORDER;
 // V of the next tile has no stage but that of this one, which is needed no more when the last dP is complete.
 constexpr bool EARLY_V_RELEASE = PIPELINED_TILES && V_STAGES == 1;
+static_assert(STAGING == Staging::REGISTERS || !(cfg::VARLEN || cfg::F32_DKDV), "a tensor map cannot store these");
 // With additions in order each tile walks the queries in the direction in which the tiles before it arrive there
 // earlier: with a causal mask, from the last m-block to the first.
 constexpr bool DESCENDING_M_BLOCKS = Dq::IN_ORDER && cfg::HAS_RIGHT;
@@ -55,7 +62,7 @@ static_assert(DQ_STAGES == 1 || DQ_TARGETS >= 2 * Q_STAGES + DQ_STAGES + 2, "a t
 
 struct OperandTiles {
     unsigned char k[K_STAGES][K_BYTES], v[V_STAGES][V_BYTES], q[Q_STAGES][Q_BYTES], dout[DO_STAGES][DO_BYTES];
-    unsigned char ds[DS_STAGES][DS_BYTES];
+    unsigned char ds[DS_STAGES * DS_BYTES + STAGED_BYTES];  // and after it dK and dV
 };
 template <bool TMA>
 struct Tiles {
@@ -87,6 +94,7 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 // The address of a member; `base` is that of the struct.
 #define SMEM(member) (base + static_cast<u32>(offsetof(SharedStorage, member)))
 #define SMEM_TILE(member) SMEM(tiles.operands.member)
+#define SMEM_STAGED (SMEM_TILE(ds) + DS_STAGES * DS_BYTES)
 #define SMEM_DQ (base + static_cast<u32>(offsetof(Tiles<true>, dq)))
 
 constexpr int TILE_BYTES = sizeof(TileRecord);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.arch import SMS
+from flashlane.kernels.hopper.arch import SECTOR, SMS
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, is_causal, steps_of
 from flashlane.kernels.hopper.backward.one_cta.config import Dq, OneCtaConfig, PingPong
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
@@ -34,6 +34,11 @@ NARROW_STEP, WIDE_STEP = 20, 20
 """What a step takes besides its queries, in queries, of head dims up to 64 and above 96 (notebook 0016)."""
 MAX_REGISTER_ATOMICS = 96
 """Head dims up to which consumers have registers to spare for the time that the atomics to dq_accum take."""
+MAX_SMALL_REGISTER_ATOMICS = 120
+"""The same with 64 queries a step under a causal mask: shared memory then has room for dK and dV (notebook 0025)."""
+MAX_MIXED = 88
+"""Head dims up to which steps of 64 queries, with dQ of two forms and dK and dV stored by TMA, are faster for twice as
+many queries as up to 96, and without a mask too (notebook 0025)."""
 
 
 def pick(problem: AttentionProblem) -> OneCtaConfig:
@@ -70,20 +75,37 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
             if typical_length(problem) * (1 if masked else problem.group) <= (PACKED if masked else FEW_STEPS):
                 tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
         elif few_steps(problem):  # again there is room, and few steps to gain from more queries in each
+            if is_causal(problem) and largest <= MAX_SMALL_REGISTER_ATOMICS:
+                tile = replace(tile, dq="register_atomics")
             tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
             tile = idle_warps_where_worth_it(problem, tile)
         elif not masked:
             tile = replace(tile, ping_pong="until_complete")
         elif problem.window_left < 0 and least_work(problem, tile, (80, 64), WIDE_STEP) == 64:
             tile = replace(tile, block_m=64, ping_pong="until_issued")
-    elif masked and not (problem.varlen or problem.deterministic or extras):
-        window = problem.window_left >= 0
-        if few_steps(problem):
-            tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
-            tile = idle_warps_where_worth_it(problem, tile) if window else tile
-        else:  # hardly any tile is cut by both sides of a window
-            tile = replace(tile, block_m=96 if window else least_work(problem, tile, (96, 64), WIDE_STEP))
+    elif not (problem.varlen or problem.deterministic or extras):
+        tile = middle_tile(problem, tile)
+    # Packed sequences gained nothing by TMA stores, and score modifiers were not timed with them (notebook 0025).
+    if (tile.k_stages > 1 or not wide) and not (problem.varlen or problem.deterministic or extras):
+        staged = replace(tile, tma_stores=True)
+        tile = staged if staged.stores_by_tma else tile
     return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1).specialised(problem)
+
+
+def middle_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
+    """The tile of head dims 72 to 96, of dense tensors without score modifiers."""
+    window, causal = problem.window_left >= 0, is_causal(problem)
+    mixed = max(problem.head_dim, problem.head_dim_v) <= MAX_MIXED
+    few = few_steps(problem, 2 * FEW_STEPS if causal and mixed else FEW_STEPS) and (window or causal or mixed)
+    # Hardly any tile is cut by both sides of a window.
+    rows = 64 if few else least_work(problem, tile, (96, 64), WIDE_STEP) if causal else 96
+    tile = replace(tile, block_m=rows)
+    if not few and not (mixed and rows == 64):
+        return tile
+    tile = replace(tile, k_stages=2, ping_pong="until_issued")
+    # Rows of dQ that are off the sector take longest to be written in a launch of their own.
+    off_sector = problem.head_dim * problem.dtype.itemsize % SECTOR != 0
+    return idle_warps_where_worth_it(problem, tile) if window or off_sector else tile
 
 
 def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
@@ -132,9 +154,14 @@ def typical_length(problem: AttentionProblem) -> float:
     return problem.seqlen_q / max(1, problem.batch) ** 0.2
 
 
-def few_steps(problem: AttentionProblem) -> bool:
-    """Whether tiles of dense tensors are so short that what is between them matters most."""
+def few_steps(problem: AttentionProblem, most: int = FEW_STEPS) -> bool:
+    """Whether tiles of dense tensors are so short that what is between them matters most.
+
+    Args:
+        problem: the attention problem.
+        most: queries that see a tile under a mask; half as many without.
+    """
     if problem.window_left >= 0:
         reach = problem.window_left + max(0, problem.window_right)
-        return min(problem.seqlen_q, reach) * problem.group <= FEW_STEPS
-    return problem.seqlen_q * problem.group <= (FEW_STEPS if problem.window_right >= 0 else FEW_STEPS // 2)
+        return min(problem.seqlen_q, reach) * problem.group <= most
+    return problem.seqlen_q * problem.group <= (most if problem.window_right >= 0 else most // 2)

@@ -1,0 +1,142 @@
+"""dK and dV of the one-CTA backward on their way through shared memory: where that is so, and in how many bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashlane import jit
+from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.backward.config import SPILLS_ALLOWED
+from flashlane.kernels.hopper.backward.kernel import config_of, config_of_rank
+from flashlane.kernels.hopper.backward.launch import MAPPED, STORED
+from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+
+ARCH = "sm_90a"
+CAUSAL, WINDOW = {"window_right": 0}, {"window_left": 500, "window_right": 0}
+KEYS = 128
+"""Of a tile."""
+
+
+def problem_with(head_dim: int, head_dim_v: int = 0, seqlen: int = 1024, **more: Any) -> AttentionProblem:
+    return AttentionProblem(
+        batch=16, heads=16, kv_heads=16, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim,
+        head_dim_v=head_dim_v or head_dim, **{"dtype": torch.bfloat16, "scale": 0.1, "arch": ARCH, **more},
+    )  # fmt: skip
+
+
+def config_with(*args: Any, **more: Any) -> OneCtaConfig:
+    config = config_of(problem_with(*args, **more))
+    assert isinstance(config, OneCtaConfig)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "more", "staging"),
+    [
+        (64, {}, "both"),
+        (64, CAUSAL, "both"),
+        (64, WINDOW, "both"),
+        (48, CAUSAL, "both"),
+        (64, {**CAUSAL, "varlen": True}, "registers"),
+        (64, {**CAUSAL, "deterministic": True}, "registers"),
+        (128, {}, "in_turn"),
+        (128, CAUSAL, "in_turn"),
+        (104, WINDOW, "in_turn"),
+        (96, CAUSAL, "in_turn"),
+        (80, WINDOW, "in_turn"),
+        (88, {}, "in_turn"),
+        (96, {}, "registers"),
+        (64, {**CAUSAL, "softcap": 30.0}, "registers"),
+        (96, {**CAUSAL, "varlen": True}, "registers"),
+        (96, {**CAUSAL, "deterministic": True}, "registers"),
+        (128, {**CAUSAL, "varlen": True}, "registers"),
+        (128, {"seqlen": 4096}, "registers"),  # steps of 80 queries leave no room
+    ],
+)
+def test_dk_and_dv_go_through_shared_memory_where_that_was_faster(
+    head_dim: int, more: dict[str, Any], staging: str
+) -> None:
+    config = config_with(head_dim, **more)
+    assert config.staging == staging
+    assert config.stores_by_tma == (staging != "registers")
+
+
+def test_what_a_tensor_map_cannot_store_stays_in_registers() -> None:
+    config = replace(config_with(64, **CAUSAL), tma_stores=True)
+    assert config.staging == "both"
+    for more in ({"varlen": True}, {"block_lists": True}, {"program": "a program"}, {"f32_dkdv": True}):
+        assert replace(config, **more).staging == "registers"
+    for ranks in (problem_with(64, **CAUSAL), problem_with(128, **CAUSAL)):
+        of_rank = config_of_rank(ranks)
+        assert of_rank is not None and of_rank.tma_stores and of_rank.f32_dkdv and of_rank.staging == "registers"
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "staging", "bytes_of_both"),
+    [
+        ((64, 64), "both", KEYS * (128 + 128)),
+        ((64, 40), "both", KEYS * (128 + 128)),
+        ((128, 128), "in_turn", KEYS * 256),
+        ((104, 120), "in_turn", KEYS * 256),
+    ],
+)
+def test_shared_memory_has_whole_chunks_of_each_row(
+    head_dims: tuple[int, int], staging: str, bytes_of_both: int
+) -> None:
+    config = config_with(*head_dims, **CAUSAL)
+    assert config.staging == staging
+    assert config.regions["dK and dV"] == bytes_of_both
+    without = replace(config, tma_stores=False)
+    assert config.shared_memory == without.shared_memory + bytes_of_both <= jit.shared_limit(ARCH)
+    compiled = jit.compile(config.gradient_sources()[0], ARCH)  # which asserts that the device's layout has these bytes
+    report = compiled.report
+    assert report.spills <= SPILLS_ALLOWED and not [line for line in report.warnings if "spill" not in line]
+    text = jit.disassemble(compiled.cubin)
+    if text is None:
+        pytest.skip("no disassembler")
+    stores = sum(-(-dim // 64) for dim in head_dims)
+    assert jit.sass.count_instructions(text)["UTMASTG"] == stores, "a warp stores each chunk of columns at once"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "more", "rows", "postprocess"),
+    [
+        (88, 1024, CAUSAL, 64, "idle_warps"),  # 176 bytes a row: off the sector
+        (88, 4096, CAUSAL, 64, "idle_warps"),
+        (88, 4600, CAUSAL, 96, "own_launch"),
+        (88, 1024, {}, 64, "idle_warps"),
+        (88, 1100, {}, 96, "own_launch"),
+        (80, 3000, CAUSAL, 64, "own_launch"),
+        (80, 1024, {}, 64, "own_launch"),
+        (96, 2048, CAUSAL, 64, "own_launch"),
+        (96, 2600, CAUSAL, 96, "own_launch"),
+        (96, 1024, {}, 96, "own_launch"),
+        (96, 1024, WINDOW, 64, "idle_warps"),
+    ],
+)
+def test_head_dims_72_to_96_have_small_steps_where_these_were_faster(
+    head_dim: int, seqlen: int, more: dict[str, Any], rows: int, postprocess: str
+) -> None:
+    config = config_with(head_dim, seqlen=seqlen, **more)
+    assert (config.block_m, config.postprocess, config.dq) == (rows, postprocess, "register_atomics")
+    assert config.tma_stores == (config.k_stages == 2) == (rows == 64)
+
+
+def test_few_causal_steps_add_from_registers_up_to_120() -> None:
+    """Where idle warps have too few tiles; at 128 there are no registers for it."""
+    dims = {head_dim: config_of(replace(problem_with(head_dim, **CAUSAL), batch=2)) for head_dim in (104, 120, 128)}
+    assert [(config.dq, config.postprocess, config.stores_by_tma) for config in dims.values()] == [
+        ("register_atomics", "own_launch", True),
+        ("register_atomics", "own_launch", True),
+        ("tma_reduce_add", "own_launch", False),
+    ]
+
+
+def test_only_tma_stores_need_maps_of_dk_and_dv() -> None:
+    config = config_with(128, **CAUSAL)
+    assert MAPPED + STORED * config.stores_by_tma == ("q", "k", "v", "dout", "dk_map", "dv_map")
+    assert MAPPED + STORED * replace(config, tma_stores=False).stores_by_tma == ("q", "k", "v", "dout")
