@@ -46,7 +46,8 @@ struct Consumer {
     // ---- the loops
 
     __device__ __forceinline__ void run() {
-        if (!Dq::TMA) griddepcontrol_wait();              // for the zeros of dq_accum
+        // For the zeros of dq_accum; and of counters, where the producer has not waited for them.
+        if (!Dq::TMA || FIRST_TILE_OWN) griddepcontrol_wait();
         // Consumer 0 is the first to issue.
         if (PING_PONG != PingPong::OFF && number == 1) named_barrier_arrive(PING_PONG_BARRIER, CONSUMERS * WARPGROUP);
         for (;; ++tiles) {

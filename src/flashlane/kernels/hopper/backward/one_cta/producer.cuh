@@ -9,8 +9,10 @@
 struct TileScheduler {
     PackedTileSearch packed;
 
-    __device__ __forceinline__ TileCoordinates next(const Params& p) {
-        return tile_at(p, atomicAdd(p.counters + TILES_TAKEN, 1));
+    __device__ __forceinline__ TileCoordinates next(const Params& p, bool first) {
+        if (FIRST_TILE_OWN && first) return tile_at(p, blockIdx.x);
+        if (FIRST_TILE_OWN) griddepcontrol_wait();        // for the counter, where the first tile had no steps
+        return tile_at(p, (FIRST_TILE_OWN ? gridDim.x : 0) + atomicAdd(p.counters + TILES_TAKEN, 1));
     }
     __device__ __forceinline__ TileCoordinates tile_at(const Params& p, int index) {
         if constexpr (!cfg::VARLEN) {
@@ -33,12 +35,12 @@ struct Producer {
     int rank = 0;                                         // and which addition to its m-block's dQ it makes
 
     __device__ __forceinline__ void run() {
-        griddepcontrol_wait();
+        if (!FIRST_TILE_OWN) griddepcontrol_wait();
         TileScheduler scheduler;
         while (true) {
-            // A tile is taken as late as possible, since the CTA that is done first takes the next one. It is never
-            // assigned before: a CTA that waits for an SM would then hold a tile for which CTAs on their SMs wait.
-            const TileCoordinates at = scheduler.next(p);
+            // A tile is taken as late as possible, since the CTA that is done first takes the next one. Where others
+            // wait for it, none is assigned before: a CTA that waits for an SM would then hold it.
+            const TileCoordinates at = scheduler.next(p, tiles == 0);
             const WorkTile tile(p, at.batch < 0 ? TileCoordinates{0, 0, 0, 0} : at, BLOCK_N);
             const int steps_of_tile = cfg::BLOCK_LISTS ? max(0, at.listed()) : tile.steps();
             const StepRange range =
@@ -95,6 +97,7 @@ struct Producer {
                     load_keys(tile);
                 }
                 first = false;
+                if (FIRST_TILE_OWN && steps == 0) load_first_statistics(row_block + m_block);
             }
         }
     }
@@ -136,7 +139,8 @@ struct Producer {
         mbarrier_expect_tx_before_copies(full, Q_BYTES + STAT_BYTES);
         load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, seqlen.q_first + query, head,
                         seqlen.q_batch);
-        bulk_load(SMEM(lse) + stage * STAT_BYTES, p.lse + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
+        if (!FIRST_TILE_OWN || steps > 0)
+            bulk_load(SMEM(lse) + stage * STAT_BYTES, p.lse + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
         mbarrier_arrive_after_copies(full);
     }
     __device__ __forceinline__ void load_dout(const Seqlen& seqlen, int head, int m_block, long long row_block) const {
@@ -145,8 +149,15 @@ struct Producer {
         mbarrier_expect_tx_before_copies(full, DO_BYTES + STAT_BYTES);
         load<V_CHUNKS>(p.dout, SMEM_TILE(dout) + stage * DO_BYTES, ROWS_CHUNK, full,
                        seqlen.q_first + m_block * BLOCK_M, head, seqlen.q_batch);
-        bulk_load(SMEM(delta) + stage * STAT_BYTES, p.delta + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
+        if (!FIRST_TILE_OWN || steps > 0)
+            bulk_load(SMEM(delta) + stage * STAT_BYTES, p.delta + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
         mbarrier_arrive_after_copies(full);
+    }
+    // Row statistics of the first step, whose other operands are under way: the preprocess kernel makes them.
+    __device__ __forceinline__ void load_first_statistics(long long m_block) const {
+        griddepcontrol_wait();
+        bulk_load(SMEM(lse), p.lse + m_block * BLOCK_M, STAT_BYTES, barrier_of(SMEM(q_full), 0));
+        bulk_load(SMEM(delta), p.delta + m_block * BLOCK_M, STAT_BYTES, barrier_of(SMEM(do_full), 0));
     }
     // What can be loaded first comes first: of two stages K's; of one stage V's, which the tile before needs less long.
     __device__ __forceinline__ void load_keys(const WorkTile& tile) const {

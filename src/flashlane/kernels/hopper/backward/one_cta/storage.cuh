@@ -27,6 +27,9 @@ static_assert(!MIXED_DQ || (!Dq::TMA && BLOCK_M == 64 && OWN_LOOPS));
 static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 && HEAD_DIM_V <= 128 &&
               SLICES == CONSUMERS);
 
+// A CTA's first tile has its number, so that its operands are loaded while the preprocess kernel runs. Where tiles of
+// other CTAs wait for one, or the GPU counts them, every tile is taken.
+constexpr bool FIRST_TILE_OWN = !(cfg::VARLEN || cfg::BLOCK_LISTS || Dq::IN_ORDER || IN_KERNEL_DQ);
 // Software pipelining across tiles: the last dQ of a tile is made in the first step of the next one, whose keys have
 // the other stage, so that no step waits for the other warpgroup's dS. Where additions have an order, the semaphore
 // would wait for it.
