@@ -14,6 +14,7 @@ from flashlane import jit
 from flashlane.flex.bind import bind
 from flashlane.flex.program import Program
 from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.block_lists import UNIT
 from flashlane.kernels.hopper.flex import run_backward, run_forward, supports
 from flashlane.kernels.hopper.flex.masks import bits_source
@@ -103,6 +104,27 @@ def test_backward_compiles_without_spills(head_dim: int, score: str, ordered: bo
     assert not [line for line in compiled.report.warnings if "spill" not in line]
     assert compiled.report.spills <= BACKWARD_SPILLS
     assert config.shared_memory <= jit.shared_limit(ARCH)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hidden_keys_of_a_consumer_have_a_shorter_step_and_spill_nothing(head_dim: int) -> None:
+    """Lists by hand of 64 keys; with 128 keys both consumers see a block, and of a function's mask few are unlike."""
+
+    def config_of(block: tuple[int, int], masked: bool = False) -> OneCtaConfig:
+        return run_backward.config_of(problem(head_dim), program_of("none", masked), block, masked)
+
+    config = config_of((128, 64))
+    assert config.skips_hidden
+    assert not config_of((64, 128)).skips_hidden and not config_of((64, 64), True).skips_hidden
+    products = []
+    for one in (config, config_of((64, 128))):
+        compiled = jit.compile(one.gradient_sources()[0], ARCH)
+        assert compiled.report.spills == 0 and not compiled.report.warnings
+        text = jit.disassemble(compiled.cubin)
+        if text is None:
+            pytest.skip("no disassembler")
+        products.append(max(sum(op.startswith("HGMMA") for op in loop) for loop in steady_loops(text)))
+    assert products[0] - products[1] == config.block_n // 16, "the shorter step has the products of dQ alone"
 
 
 @pytest.mark.parametrize(("score", "longest", "spills"), [("linear", 128, SPILLS), ("abs", 112, 0), ("tanh", 112, 0)])

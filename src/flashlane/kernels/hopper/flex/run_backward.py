@@ -85,9 +85,12 @@ def config_of(
     long_steps = block is None and problem.window_left < 0 and not program.loads_by_position()
     is_linear = program.linear_score is not None and program.derivative is None
     config, approximate = tile_of(problem, long_steps, is_linear), takes_approximate_tanh(problem)
+    # Blocks of a function's mask that one consumer sees and the other does not are few. With additions in order it is
+    # not measured.
+    unlike = block is not None and program.mask is None and block[1] % config.block_n != 0
     config = replace(
         config, program=kernel_header(program, mask_bits, approximate), block_lists=block is not None,
-        mask_bits=mask_bits, heads_per_section=_section(problem),
+        skips_hidden=unlike and not problem.deterministic, mask_bits=mask_bits, heads_per_section=_section(problem),
         has_left=problem.window_left >= 0, has_right=problem.window_right >= 0, deterministic=problem.deterministic,
     )  # fmt: skip
     if config.shared_memory > shared_limit(ARCH):

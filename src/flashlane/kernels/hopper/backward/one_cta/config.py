@@ -58,6 +58,8 @@ class OneCtaConfig(GradientConfig):
     """Each consumer warpgroup has its own copy of the loop; with :attr:`mixed_dq` always."""
     tma_stores: bool = False
     """TMA stores dK and dV where it can and shared memory has room (:attr:`staging`)."""
+    skips_hidden: bool = False
+    """With lists: a consumer makes no products of a step in which its keys are hidden."""
 
     design: ClassVar[str] = "one_cta"
     block_n: ClassVar[int] = CHUNK * CONSUMERS
@@ -171,6 +173,7 @@ class OneCtaConfig(GradientConfig):
             f"constexpr PingPong PING_PONG = PingPong::{self.ping_pong.upper()};\n"
             f"constexpr bool OWN_LOOPS = {int(self.own_loops or self.mixed_dq)};\n"
             f"constexpr Staging STAGING = Staging::{self.staging.upper()};\n"
+            f"constexpr bool SKIPS_HIDDEN = {int(self.skips_hidden)};\n"
         )
         headers = (("one_cta_policies.cuh", policies),)
         n_inner = (self.head_dim - CHUNK,) if self.mixed_dq else ()

@@ -110,6 +110,13 @@ struct Consumer {
         for (int i = 0; i < steps; ++i) {
             const bool of_last_tile = PIPELINED_TILES && i == 0 && full_tiles() > 0;  // the dQ of this step
             ping_pong_wait();
+            begin_step();
+            if constexpr (SKIPS_HIDDEN) {
+                if (ListedBlock{mask_word}.state(number) == BLOCK_NONE) {
+                    hidden_step(of_last_tile, i + 1 == steps);
+                    continue;
+                }
+            }
             gemm_qk();
             gemm_dp();
             ping_pong_arrive(PingPong::UNTIL_ISSUED);
@@ -138,14 +145,34 @@ struct Consumer {
         if (!PIPELINED_TILES) last_dq();
     }
 
+    // SKIPS_HIDDEN: a step of which this consumer's keys are hidden. Its dS is zeros, and it makes no other product than
+    // the dQ of the step before.
+    __device__ __forceinline__ void hidden_step(bool of_last_tile, bool last) {
+        wait<DO_STAGES>(SMEM(do_full), steps_done);
+        if (EARLY_V_RELEASE && last) arrive(SMEM(v_empty));
+        zero_ds(dq_slices() + 1);
+        arrive(SMEM(do_empty), do_stage());
+        gemm_dq(SMEM_TILE(k) + (full_tiles() - of_last_tile) % K_STAGES * K_BYTES);
+        publish_ds(dq_slices() + 1);
+        wait_for_dq<0>();
+        if (of_last_tile) arrive(SMEM(k_empty), (full_tiles() - 1) % K_STAGES);
+        store_dq();
+        if (of_last_tile) count_tile_added();
+        arrive(SMEM(q_empty), q_stage());
+        ++steps_done;
+    }
+
     // dS before the first step is that of no m-block: zeros, so that the loop has no special first step.
     __device__ __forceinline__ void first_ds() {
         if (PIPELINED_TILES && full_tiles() > 0) return;  // it is that of the last tile
-        wait<DS_STAGES>(SMEM(ds_empty), dq_slices(), 1);
-        const u32 zeros = SMEM_TILE(ds) + dq_slices() % DS_STAGES * DS_BYTES + number * ROWS_CHUNK;
+        zero_ds(dq_slices());
+        publish_ds(dq_slices());
+    }
+    __device__ __forceinline__ void zero_ds(u32 slice) const {
+        wait<DS_STAGES>(SMEM(ds_empty), slice, 1);
+        const u32 zeros = SMEM_TILE(ds) + slice % DS_STAGES * DS_BYTES + number * ROWS_CHUNK;
         for (int i = threadIdx.x % WARPGROUP; i < BLOCK_M * ROW_BYTES / 16; i += WARPGROUP)
             store_shared(zeros + i * 16, make_uint4(0, 0, 0, 0));
-        publish_ds(dq_slices());
     }
     // dQ of the last step, after which the tile's K is released.
     __device__ __forceinline__ void last_dq() {
@@ -191,11 +218,14 @@ struct Consumer {
 
     // ---- products
 
-    // Sᵀ = K·Qᵀ
-    __device__ __forceinline__ void gemm_qk() {
+    // Waits for Q of the step, and reads what its mask is.
+    __device__ __forceinline__ void begin_step() {
         wait<Q_STAGES>(SMEM(q_full), steps_done);
         // Read here, where the product hides its latency; by shuffle, as in hopper_backward.
         mask_word = uniform(step_queries(base, q_stage()).mask_word);
+    }
+    // Sᵀ = K·Qᵀ
+    __device__ __forceinline__ void gemm_qk() {
         zero_out_of_bounds_queries<QK_CHUNKS>(q_tile());
         gemm_ss<BLOCK_M, QK_STEPS, KEYS_CHUNK, ROWS_CHUNK>(s, k_tile() + number * 64 * ROW_BYTES, q_tile());
     }
