@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,50 @@ def test_most_blocks_are_settled_without_their_pairs(monkeypatch: pytest.MonkeyP
     assert torch.equal(causal.full_kv_num_blocks[0, 0], torch.arange(512, dtype=torch.int32))
     offsets = torch.tensor([*range(0, n, 3000), n])
     same_lists(mask, flashlane.create_block_mask(masks.documents(offsets, causal=True), None, None, n, n, "cpu"))
+
+
+def test_blocks_are_settled_by_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding widens their bounds by little: of 32 x 32 blocks only those of the diagonal are evaluated."""
+    evaluated = []
+    original = module._evaluated
+    monkeypatch.setattr(
+        module, "_evaluated", lambda p, a, at, *r: (evaluated.append(len(at)), original(p, a, at, *r))[1]
+    )
+    for function in (
+        lambda b, h, q, kv: q.float() >= kv,
+        lambda b, h, q, kv: 0.7 * q - 0.7 * kv >= 0.0,
+        lambda b, h, q, kv: (q * 0.5).int() >= (kv * 0.5).int(),
+    ):
+        del evaluated[:]
+        flashlane.create_block_mask(function, None, None, 4096, 4096, "cpu")
+        assert 0 < sum(evaluated) <= 32
+
+
+@pytest.mark.parametrize("kind", ["product", "product of floats", "difference of products", "product and sum"])
+def test_pairs_that_just_reach_a_limit_are_visible(kind: str) -> None:
+    """Products are rounded to f32, and may reach a limit that they would exceed by less than that."""
+    chance = random.Random(kind)
+    for factor, first in [(2.95, 896), (0.65, 768), (0.05, 768), (2.68, 384)] + [
+        (round(chance.uniform(0.01, 3), 2), 128 * chance.randint(1, 6)) for _ in range(16)
+    ]:
+        q0, kv0, other = torch.tensor(first), torch.tensor(128 * chance.randint(0, 6)), round(chance.random(), 2)
+        function, limit = {
+            "product": (lambda q, kv, f=factor: q * f, q0 * factor),
+            "product of floats": (lambda q, kv, f=factor: f * q.float(), q0 * factor),
+            "difference of products": (
+                lambda q, kv, f=factor, o=other: q * f - kv * o, q0 * factor - (kv0 + 127) * other
+            ),
+            "product and sum": (lambda q, kv, f=factor, o=other: (q - kv) * f + o, (q0 - kv0 - 127) * factor + other),
+        }[kind]  # fmt: skip
+        most = float(limit)
+
+        def mask(b, h, q, kv, function=function, most=most):
+            return function(q, kv) <= most
+
+        same_lists(
+            flashlane.create_block_mask(mask, None, None, 1024, 1024, "cpu"),
+            torch_flex.create_block_mask(mask, None, None, 1024, 1024, "cpu"),
+        )
 
 
 def test_bounds_of_numbers_that_are_infinite_or_not_numbers() -> None:

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from flashlane.flex.expression import FLOATING, Expression, inputs_of, nodes
+from flashlane.flex.program import torch_type
 
 INFINITY = float("inf")
 OF_BOOLS = ("and", "or", "xor", "not", "where")
 """Operations that take bounds of bools as they are."""
+ROUNDED = ("constant", "cast", "add", "sub", "mul")
+"""Operations whose results are rounded to their type."""
 Pools = dict[tuple[int, tuple[tuple[int, int], ...]], tuple[torch.Tensor, torch.Tensor]]
 """The least and the greatest elements of a tensor's blocks, by its id, axes and sizes; several loads share them."""
 
@@ -68,6 +71,8 @@ def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], intege
             low, high = _load(e, tensors[e.value], operands, grid, pools)  # type: ignore[index]
         else:
             low, high = _operation(e, operands, integers)
+        if e.op in ROUNDED and e.dtype in FLOATING:
+            low, high = _rounded(e, operands, low, high)
         of_floats = e.op == "load" and e.dtype in FLOATING
         if of_floats or e.op in ("add", "sub", "mul", "floordiv", "remainder", "cast"):  # infinite bounds may give NaN
             low, high = low.nan_to_num(-INFINITY, INFINITY, -INFINITY), high.nan_to_num(INFINITY, INFINITY, -INFINITY)
@@ -75,6 +80,22 @@ def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], intege
             low, high = low != 0, high != 0
         of_expression[e] = Bounds(low, high)
     return of_expression[root]
+
+
+def _rounded(
+    e: Expression, x: list[Bounds], low: torch.Tensor, high: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds of what an operation gives in its floating type.
+
+    Rounding keeps the order of numbers, so bounds that are rounded hold for numbers that are. A kernel may add a
+    product before it is rounded; sums have room for that.
+    """
+    dtype = torch_type(e.dtype)
+    if e.op in ("add", "sub"):
+        largest = torch.stack(torch.broadcast_tensors(*(end.abs() for one in x for end in _ends(one)))).amax(0)
+        room = largest * torch.finfo(dtype).eps
+        low, high = low - room, high + room
+    return low.to(dtype).double(), high.to(dtype).double()
 
 
 def _load(
