@@ -22,7 +22,7 @@ class Driver:
     CUfunction_attribute = SimpleNamespace(
         CU_FUNC_ATTRIBUTE_NUM_REGS=128,
         CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES=0,
-        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES=1024,
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES=0,  # the Hopper kernels have dynamic shared memory alone
         CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK=1024,
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=0,
     )
