@@ -145,8 +145,8 @@ struct Consumer {
         if (!PIPELINED_TILES) last_dq();
     }
 
-    // SKIPS_HIDDEN: a step of which this consumer's keys are hidden. Its dS is zeros, and it makes no other product than
-    // the dQ of the step before.
+    // SKIPS_HIDDEN: a step of which this consumer's keys are hidden. Its dS is zeros, and its only product is the dQ of
+    // the step before.
     __device__ __forceinline__ void hidden_step(bool of_last_tile, bool last) {
         wait<DO_STAGES>(SMEM(do_full), steps_done);
         if (EARLY_V_RELEASE && last) arrive(SMEM(v_empty));
