@@ -28,8 +28,10 @@ static_assert(BLOCK_N == 64 * CONSUMERS && BLOCK_M % 16 == 0 && HEAD_DIM <= 128 
               SLICES == CONSUMERS);
 
 // A CTA's first tile has its number, so that its operands are loaded while the preprocess kernel runs. Where tiles of
-// other CTAs wait for one, or the GPU counts them, every tile is taken.
-constexpr bool FIRST_TILE_OWN = !(cfg::VARLEN || cfg::BLOCK_LISTS || Dq::IN_ORDER || IN_KERNEL_DQ);
+// other CTAs wait for one, or the GPU counts them, every tile is taken; and with QUERY_RANGES, as the producer would
+// spill more.
+constexpr bool FIRST_TILE_OWN =
+    !(cfg::VARLEN || cfg::BLOCK_LISTS || cfg::QUERY_RANGES || Dq::IN_ORDER || IN_KERNEL_DQ);
 // Software pipelining across tiles: the last dQ of a tile is made in the first step of the next one, whose keys have
 // the other stage, so that no step waits for the other warpgroup's dS. Where additions have an order, the semaphore
 // would wait for it.
