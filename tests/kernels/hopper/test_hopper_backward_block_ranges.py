@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+from flashlane.kernels.hopper.backward.seen_keys import seen_n_blocks
 
 KEYS = OneCtaConfig.block_n
-BLOCKS_M = (48, 64, 80, 128)
+BLOCKS_M = (48, 64, 80, 96, 112, 128)
 SETS = [(m, *flags) for m in BLOCKS_M for flags in itertools.product((0, 1), repeat=3)]
 """Queries of a block; whether sequences are packed, and the left and the right side bounded."""
 PROGRAM = """
@@ -133,6 +136,17 @@ class Packed:
         return " ".join(map(str, (*numbers, int(self.bottom_right), self.places(block_m)[0], *cu)))
 
 
+def tiles_in_order(packed: Packed, block_m: int) -> range:
+    """The n-blocks of a dense launch with additions in order that are tiles."""
+    (queries, keys), *_ = packed.lengths
+    problem = AttentionProblem(
+        batch=len(packed.lengths), heads=packed.heads, kv_heads=packed.heads, seqlen_q=queries, seqlen_k=keys,
+        head_dim=64, head_dim_v=64, dtype=torch.bfloat16, scale=0.1, arch="sm_90a", window_left=packed.left,
+        window_right=packed.right, alignment="bottom-right" if packed.bottom_right else "top-left", deterministic=True,
+    )  # fmt: skip
+    return seen_n_blocks(problem, KEYS, block_m)
+
+
 def for_host(*files: str) -> str:
     """Device headers as C++ for the host, without their includes."""
     texts = (device_code(file).partition("// ---- scores of")[0] for file in files)  # without masking of registers
@@ -215,6 +229,9 @@ def test_what_is_counted_is_what_the_tiles_do(device: Callable[[list[str]], list
             keys = {key // KEYS for query in queries for key in packed.visible(sequence, query)}
             assert keys <= set(tiles), (what, sequence, block)
             kinds["unseen" if not tiles else "one" if len(tiles) == 1 else "several"] += 1
+        # Additions in order wait for all n-blocks that are counted: each is a tile.
+        if not packed.varlen:
+            assert set().union(*counted.values()) <= set(tiles_in_order(packed, block_m)), what
         # Each m-block has a CTA of the preprocess and postprocess kernels; the others have none of a sequence's rows.
         assert [at for at in ctas if at in counted] == sorted(counted) and len(set(ctas)) == len(ctas), what
         # As many parts are waited for as there are blocks that anything is added to.

@@ -13,7 +13,7 @@ from flashlane.kernels.hopper.backward import select
 from flashlane.kernels.hopper.backward.launch import BackwardParams, PreprocessParams
 from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys, seen_n_blocks
 
-KEYS = 128
+KEYS, QUERIES = 128, 96
 
 
 def problem_of(seqlen_q: int, seqlen_k: int, left: int, right: int = 0, **more: object) -> AttentionProblem:
@@ -34,14 +34,14 @@ def test_they_are_those_with_a_key_that_a_query_sees() -> None:
         seen &= key >= query - left if left >= 0 else True
         seen &= key <= query + right if right >= 0 else True
         blocks = sorted(set((seen.any(0).nonzero().flatten() // KEYS).tolist()))
-        found = seen_n_blocks(problem, KEYS)
+        found = seen_n_blocks(problem, KEYS, QUERIES)
         if left < 0:
-            assert found == range(-(-keys // KEYS)) and not has_unseen_keys(problem, KEYS)
+            assert found == range(-(-keys // KEYS)) and not has_unseen_keys(problem, KEYS, QUERIES)
         elif blocks:
             assert found == range(blocks[0], blocks[-1] + 1), problem
         else:
             assert len(found) == 1 and found.stop <= -(-keys // KEYS), "a launch has a tile"
-        unseen += has_unseen_keys(problem, KEYS)
+        unseen += has_unseen_keys(problem, KEYS, QUERIES)
     assert unseen > 100
 
 
@@ -53,7 +53,7 @@ def test_tiles_and_zeros_cover_all_keys_once(head_dim: int, seqlen_k: int, monke
     (before, gradients, _), tensors = gradient_launches(config, problem, monkeypatch)
     assert isinstance(before.params, PreprocessParams) and isinstance(gradients.params, BackwardParams)
     tiles = range(gradients.params.first_block, gradients.params.first_block + gradients.params.blocks)
-    assert tiles == seen_n_blocks(problem, KEYS) and gradients.params.tiles == len(tiles) * 2 * 2
+    assert tiles == seen_n_blocks(problem, KEYS, QUERIES) and gradients.params.tiles == len(tiles) * 2 * 2
     assert before.params.first_key == tiles.start * KEYS > 0
     assert before.params.end_key == min(seqlen_k, tiles.stop * KEYS)
     assert (before.params.dk, before.params.dv) == (tensors.dk.data_ptr(), tensors.dv.data_ptr())

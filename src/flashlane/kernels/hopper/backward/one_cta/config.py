@@ -200,5 +200,5 @@ class OneCtaConfig(GradientConfig):
         whole = problem.deterministic or problem.varlen
         tile = replace(self, dq=dq, postprocess=postprocess, split_q=self.split_q and not whole)
         # Idle warps count the m-blocks that are assigned to each n-block.
-        unseen = not tile.in_kernel_dq and has_unseen_keys(problem, self.block_n)
+        unseen = not tile.in_kernel_dq and has_unseen_keys(problem, self.block_n, self.block_m)
         return replace(GradientConfig.specialised(tile, problem), unseen_keys=unseen)

@@ -116,7 +116,7 @@ def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> 
     n_blocks = -(-problem.seqlen_k // tile.block_n)
     window = problem.window_left >= 0
     few = window and tile.block_n + problem.window_left + max(0, problem.window_right) < IDLE_WARPS_REACH
-    if few or 2 * len(seen_n_blocks(problem, tile.block_n)) < n_blocks:
+    if few or 2 * len(seen_n_blocks(problem, tile.block_n, tile.block_m)) < n_blocks:
         return replace(tile, dq="register_atomics")
     if worth_it(problem, tile.block_n, heads_per_section(problem, n_blocks), SMS):
         return replace(tile, dq="register_atomics", postprocess="idle_warps")

@@ -44,7 +44,7 @@ class TwoCtaConfig(GradientConfig):
 
     def specialised(self, problem: AttentionProblem) -> TwoCtaConfig:
         """The tile with what a problem needs switched on."""
-        unseen = has_unseen_keys(problem, self.block_n)
+        unseen = has_unseen_keys(problem, self.block_n, self.block_m)
         tile = replace(self, split_q=self.split_q and not problem.varlen, unseen_keys=unseen)
         return GradientConfig.specialised(tile, problem)
 
