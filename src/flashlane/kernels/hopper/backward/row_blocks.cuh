@@ -6,6 +6,7 @@
 #include "config.cuh"
 #include "attention/seqlen.cuh"
 #include "math.cuh"
+#include "optional.cuh"
 
 using Element = cfg::Element;
 constexpr int BLOCK_M = cfg::BLOCK_M, HEAD_DIM = cfg::HEAD_DIM;
@@ -22,11 +23,6 @@ struct alignas(64) QueryRanges {
 
     __device__ __forceinline__ int first_m_block(int range) const { return range ? ceil_div(range_rows, BLOCK_M) : 0; }
 };
-// Parts that a configuration does not need take no space: they are empty bases.
-template <bool WANTED, typename Part>
-struct Optional : Part {};
-template <typename Part>
-struct Optional<false, Part> {};
 
 // The queries of a sequence, and with QUERY_RANGES those of one of its ranges.
 template <typename Params>

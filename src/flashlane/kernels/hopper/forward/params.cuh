@@ -18,6 +18,7 @@
 #include "config.cuh"
 #include "hopper/forward/combine.cuh"
 #include "offsetof.cuh"
+#include "optional.cuh"
 #include "tma.cuh"
 
 using Element = cfg::Element;
@@ -86,12 +87,6 @@ struct PlainParams {
     BlockLists lists;              // BLOCK_LISTS: the n-blocks of each m-block
     ProgramParams program;
 };
-
-// Parts that a configuration does not need take no space: they are empty bases.
-template <bool WANTED, typename Part>
-struct Optional : Part {};
-template <typename Part>
-struct Optional<false, Part> {};
 
 struct Params : PlainParams, Optional<cfg::ARRIVALS, ArrivalParams> {};
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.ranges import QueryRanges
-from flashlane.kernels.hopper.backward.head_swizzle import (
-    by_model,
-    fastest_section,
-    heads_per_section,
-    steps_of,
-)
+from flashlane.kernels.hopper.backward.head_swizzle import by_model, fastest_section, heads_per_section, steps_of
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, in_kernel_dq_of
