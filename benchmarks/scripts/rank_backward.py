@@ -29,7 +29,7 @@ from flashlane.distributed import launches as rank_launches
 from flashlane.distributed.attend import Partial, Settings
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import add_rows
-from flashlane.distributed.functional import head_bounds, stride_by_copies
+from flashlane.distributed.functional import head_bounds
 from flashlane.distributed.launches import Launch, RangedBackward
 from flashlane.distributed.plan import Division, gather_calls
 from flashlane.distributed.ranged import query_ranges_of
@@ -41,8 +41,8 @@ from flashlane.kernels.hopper.backward.one_cta.launch import schedule
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 PROBLEMS = {"8k, 2 ranks": (8192, 2), "4k, 2 ranks": (4096, 2), "8k, 4 ranks": (8192, 4), "4k, 4 ranks": (4096, 4)}
 """Tokens of each GPU, and ranks."""
-ALL, GROUPS = (0, KV_HEADS), head_bounds(stride_by_copies(KV_HEADS)[1], KV_HEADS)
-"""The bounds of groups of KV heads: one, and those whose gradients return one after another by copies."""
+ALL, GROUPS = (0, KV_HEADS), head_bounds((1, KV_HEADS - 2, 1), KV_HEADS)
+"""The bounds of groups of KV heads: one, and small ones first and last, whose gradients return one after another."""
 
 
 def blocks_of(division: Division, rank: int) -> list[Block]:

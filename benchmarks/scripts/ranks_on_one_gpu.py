@@ -42,7 +42,7 @@ from flashlane.distributed import copies, functional, peer_memory, streams
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Ranks
-from flashlane.distributed.functional import head_bounds, stride_by_copies
+from flashlane.distributed.functional import head_bounds
 from flashlane.distributed.gather import Task
 from flashlane.distributed.launches import RangedLaunch
 from flashlane.distributed.layout import token_indices
@@ -172,10 +172,10 @@ class InOneProcess:
         self.memory = memory
         self.memories = [MemoryInProcess(size, rank, half, memory) for rank in range(size)]
         self.streams = [torch.cuda.Stream() for _ in range(size)]
-        self.call_streams = [[torch.cuda.Stream() for _ in range(streams.COMPUTE_STREAMS)] for _ in range(size)]
+        self.call_streams = [[torch.cuda.Stream() for _ in range(1, streams.MOST_STREAMS)] for _ in range(size)]
         scale = problem.whole[0].shape[3] ** -0.5
         settings = Settings(CallOptions(scale=scale), needs_grad=True)
-        bounds = head_bounds(None, kv_heads), head_bounds(stride_by_copies(kv_heads)[1], kv_heads)
+        bounds = head_bounds(None, kv_heads), head_bounds(_groups(kv_heads), kv_heads)
         self.in_chunks = come_in_chunks(problem.division)
         self.tasks = [
             Task(
@@ -274,6 +274,12 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 FIRST = ("two ranks", "documents", "fewer documents")
 
 
+def _groups(kv_heads: int) -> tuple[int, ...] | None:
+    """KV heads whose gradients return one after another: few first and last."""
+    few = max(1, kv_heads // 8)
+    return (few, kv_heads - 2 * few, few) if kv_heads >= 4 else None
+
+
 def kernels_of(problem: Problem) -> Iterator[KernelSource]:
     """All that a problem runs, on one GPU and on its ranks."""
     (heads, kv_heads), (_, length, _, dim) = problem.heads, problem.whole[0].shape
@@ -290,7 +296,7 @@ def kernels_of(problem: Problem) -> Iterator[KernelSource]:
         yield from sources_of(replace(asked(longest, longest, problem.left, problem.right), batch=count, varlen=True))
     else:
         yield from sources_of(asked(length, length, problem.left, problem.right))
-    groups = set(peer_memory.head_counts(head_bounds(stride_by_copies(kv_heads)[1], kv_heads)))
+    groups = set(peer_memory.head_counts(head_bounds(_groups(kv_heads), kv_heads)))
     for rank in range(problem.ranks):
         blocks = blocks_of_all(gather_calls(problem.division, rank, True, False)) or []
         if len(problem.lengths) > 1:

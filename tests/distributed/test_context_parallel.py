@@ -37,7 +37,7 @@ def differences(pool: RankPool, case: Case, ranks: int) -> dict[str, float]:
     """The results that are further from one process's than the tolerance, relative to the largest value or 1."""
     found = cases.assembled(case, pool.run(cases.on_rank, case, ranks, ranks=list(range(ranks))))
     how = {"method": "allgather", "layout": "zigzag", "heads_k_stride": None, "transport": "messages", "again": False}
-    how |= {"polled": False, "shared": False}
+    how |= {"polled": False, "shared": False, "parted": False}
     key = Case(**{**vars(case), **how})
     if key not in _expected:
         _expected[key] = cases.expected(case)
@@ -171,6 +171,41 @@ def test_all_ranks_but_the_last_have_two_chunks_in_it(pool: RankPool) -> None:
     assert pool.run(cases.shares_on_rank, case, 3, ranks=[0, 1, 2]) == [[True] * 2] * 2 + [[False] * 2]
     case = Case(lengths=(61,), shared=True, reads_lse=False, causal=False, window=(9, 4))
     assert pool.run(cases.shares_on_rank, case, 4) == [[True]] * 3 + [[False]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_backward_in_parts_of_its_keys(pool: RankPool, polled: bool) -> None:
+    """Lengths that the ranks do not divide, too; what has no parts has the launches that it had."""
+    wrong = {}
+    more = (
+        {"lengths": (61,), "kv_heads": 4},
+        {"lengths": (200,)},
+        {"lengths": (40,), "layout": "contiguous"},
+        {"lengths": (21, 0, 40, 9)},
+    )
+    for number, variant in enumerate((*VARIANTS, *more)):
+        ranks = 2 + number % 3
+        case = Case(
+            **variant, transport="copies", polled=polled, parted=True, again=number % 2 == 0, reads_lse=number % 5 == 0
+        )
+        if found := differences(pool, case, ranks):
+            wrong[f"{ranks} ranks, {case}"] = found
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_which_parts_a_rank_has(pool: RankPool) -> None:
+    """The last rank has foreign keys before its own ones; another rank but the first also has some between them."""
+    case = Case(lengths=(61,), transport="copies", parted=True, reads_lse=False)
+    assert pool.run(cases.parts_on_rank, case, 2, ranks=[0, 1]) == [[0, 1, 2]] * 2
+    assert pool.run(cases.parts_on_rank, case, 4) == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2]]
+    documents = dataclasses.replace(case, lengths=(21, 0, 40))
+    assert pool.run(cases.parts_on_rank, documents, 2, ranks=[0, 1]) == [[0, 0, 1, 1, 2, 2]] * 2
+    for other in ({"transport": "messages"}, {"window": (9, 0)}, {"heads_k_stride": 1}):
+        assert pool.run(cases.parts_on_rank, dataclasses.replace(case, **other), 2, ranks=[0, 1]) == [[]] * 2
+    one_token = dataclasses.replace(case, lengths=(40, 1))  # rank 0 has it, and no other rank's keys for it
+    assert pool.run(cases.parts_on_rank, one_token, 2, ranks=[0, 1]) == [[], [0, 1, 2]]
 
 
 @pytest.mark.slow

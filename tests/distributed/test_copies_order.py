@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import parts_reference
 import pytest
 import torch
+from parts_reference import in_parts
 from stream_order import RecordedMemory, Recorder, recording
 
 from flashlane.core.problem import CallOptions
 from flashlane.distributed import allgather, ranged
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
-from flashlane.distributed.functional import head_bounds, stride_by_copies
+from flashlane.distributed.functional import head_bounds
 from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import rows_of
 from flashlane.distributed.peer_memory import Exchange
@@ -24,6 +26,8 @@ from flashlane.distributed.plan import Division, gather_plan
 from flashlane.distributed.polled import ChunkGathering
 
 HEADS, KV_HEADS, HEAD_DIM, HALF = 4, 4, 8, 1 << 18
+GROUPS = (1, KV_HEADS), (1, KV_HEADS - 2, 1)
+"""KV heads of each group of a forward and of a backward."""
 ONE_SIDED = ("contiguous", (40,), (6, 0), 4)
 """A rank sends keys to the next one and gets gradients from it; no data comes back that would order the ranks."""
 CASES = [
@@ -65,12 +69,24 @@ def trained(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("heads", [(None, None), stride_by_copies(KV_HEADS)], ids=["all heads", "groups of heads"])
+@pytest.mark.parametrize("heads", [(None, None), GROUPS], ids=["all heads", "groups of heads"])
 def test_every_conflict_is_ordered(case: tuple[Any, ...], heads: tuple[Any, Any]) -> None:
     layout, lengths, window, size = case
     recorder = trained(size, layout, lengths, window, heads)
     kinds = {(node.what.startswith("a copy"), access.writes) for node in recorder.nodes for access in node.accesses}
     assert {(True, True), (False, False), (False, True)} <= kinds, "copies, reads and own writes must be seen"
+    assert recorder.unordered() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(37,), (61,), (40, 0, 25, 33)], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_backward_in_parts_is_ordered(lengths: tuple[int, ...], size: int) -> None:
+    parts_reference.used.clear()
+    with in_parts():
+        recorder = trained(size, "zigzag", lengths, (-1, 0), (None, None))
+    # Of the first layer; the gradient of a sum, which has strides of 0, has other launches.
+    assert len(parts_reference.used) >= size * 3 * sum(map(bool, lengths))
     assert recorder.unordered() == []
 
 
@@ -111,7 +127,7 @@ def test_chunks_come_by_sender_and_from_the_last_keys_to_the_first(case: tuple[A
 def test_chunks_are_ordered(case: tuple[Any, ...], polls: bool) -> None:
     layout, lengths, window, size = case
     with _polling() if polls else contextlib.nullcontext():
-        recorder = trained(size, layout, lengths, window, (None, stride_by_copies(KV_HEADS)[1]), in_chunks=True)
+        recorder = trained(size, layout, lengths, window, (None, GROUPS[1]), in_chunks=True)
     assert any("reads a chunk" in node.what for node in recorder.nodes) == polls
     assert recorder.unordered() == []
 
@@ -207,7 +223,7 @@ def test_streams_that_wait_for_each_other_are_found() -> None:
 
 @pytest.mark.slow
 def test_numbers_of_exchanges_are_those_of_all_ranks() -> None:
-    recorder = trained(3, "zigzag", (61,), (-1, 0), stride_by_copies(KV_HEADS))
+    recorder = trained(3, "zigzag", (61,), (-1, 0), GROUPS)
     assert {memory.exchanges for memory in recorder.memories} == {2 + 2 * 2}
     values = [[value for value, _ in each] for each in recorder.written.values()]
     assert all(one < other for each in values for one, other in itertools.pairwise(each))

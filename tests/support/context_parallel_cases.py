@@ -12,10 +12,12 @@ from typing import Any
 from unittest import mock
 
 import numpy
+import parts_reference
 import polled_reference
 import share_reference
 import torch
 import torch.distributed as dist
+from parts_reference import in_parts
 from polled_reference import polling
 from rank_pool import first_ranks
 from share_reference import sharing
@@ -57,6 +59,8 @@ class Case:
     """Whether keys come chunk by chunk by copies: to a GPU while its kernel runs."""
     shared: bool = False
     """Whether a backward of two chunks has one launch, as on a GPU."""
+    parted: bool = False
+    """Whether a backward by copies has parts of its keys, as on a GPU."""
     again: bool = False
     """Whether the same call is made before with other values, as in a second step of a training."""
 
@@ -152,7 +156,10 @@ def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
     if case.heads_k_stride:
         where["heads_k_stride"] = case.heads_k_stride
     where["transport"] = case.transport
-    with polling() if case.polled else contextlib.nullcontext(), sharing() if case.shared else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        for asked, how in ((case.polled, polling), (case.shared, sharing), (case.parted, in_parts)):
+            if asked:
+                stack.enter_context(how())
         if case.again:
             others = {name: t.flip(case.axis) * 0.5 if name in sharded else t for name, t in tensors.items()}
             _on_rank(case, others, where)
@@ -175,6 +182,13 @@ def launches_on_rank(case: Case, size: int) -> list[int]:
     polled_reference.used.clear()
     on_rank(case, size)
     return list(polled_reference.used)
+
+
+def parts_on_rank(case: Case, size: int) -> list[int]:
+    """The numbers of the parts of a backward, in the order in which they were computed."""
+    parts_reference.used.clear()
+    on_rank(case, size)
+    return list(parts_reference.used)
 
 
 def shares_on_rank(case: Case, size: int) -> list[bool]:

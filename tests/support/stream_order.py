@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashlane.distributed import allgather, copies
 from flashlane.distributed.comm import Ranks
 from flashlane.distributed.peer_memory import FLAG_BYTES, PeerMemory
-from flashlane.distributed.streams import COMPUTE_STREAMS, COPY_STREAM
+from flashlane.distributed.streams import COPY_STREAM
 
 
 @dataclass
@@ -160,8 +160,9 @@ def recorded_streams(recorder: Recorder) -> type:
     """:class:`flashlane.distributed.streams.CallStreams` that records its calls."""
 
     class RecordedLanes:
-        def __init__(self, device: torch.device) -> None:
-            for stream in range(1, COMPUTE_STREAMS + 1):
+        def __init__(self, device: torch.device, more: int = 0) -> None:
+            self.more = tuple(range(COPY_STREAM + 1, COPY_STREAM + 1 + more))
+            for stream in (*range(1, COPY_STREAM + 1), *self.more):
                 self.after(stream, 0)
 
         @contextlib.contextmanager
@@ -185,7 +186,7 @@ def recorded_streams(recorder: Recorder) -> type:
             pass
 
         def join(self) -> None:
-            for stream in range(1, COPY_STREAM + 1):
+            for stream in (*range(1, COPY_STREAM + 1), *self.more):
                 self.after(0, stream)
 
     return RecordedLanes

@@ -130,6 +130,15 @@ class QueryRanges(NamedTuple):
     """Query i of a range is aligned with key ``i + shift``, from which its window counts."""
 
 
+class KeyPart(NamedTuple):
+    """Keys of one launch of a backward, and how the two ranges of its queries are aligned with them."""
+
+    keys: int
+    """The number of keys."""
+    ranges: QueryRanges
+    """With a shift by which all keys come after its queries, a range sees none of them."""
+
+
 RangedRepeat = Callable[
     ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "Arriving | None"], None
 ]

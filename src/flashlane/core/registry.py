@@ -15,7 +15,7 @@ import functools
 import importlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from flashlane.core.problem import AttentionProblem, Gradients, Inputs
-    from flashlane.core.ranges import Arriving, QueryRanges, RangedRepeat, Ranges
+    from flashlane.core.ranges import Arriving, KeyPart, QueryRanges, RangedRepeat, Ranges
     from flashlane.jit import Compiled, KernelSource
 
 
@@ -383,6 +383,20 @@ class BackwardKernel(ABC):
 
         Returns:
             The function, whose gradients of k and v are f32; None where the kernel has no such launch.
+        """
+        return None
+
+    def prepare_parts(self, problem: AttentionProblem, inputs: Inputs, parts: Sequence[KeyPart]) -> Any | None:
+        """Prepare a rank's share of a call as launches of parts of its keys, which add to one dQ.
+
+        Args:
+            problem: dense, without score modifiers, with the queries of all parts.
+            inputs: q, and k and v of any number of keys.
+            parts: of the keys; no key is in two of them.
+
+        Returns:
+            An object whose ``begin`` enqueues what comes before all parts
+            (:class:`~flashlane.kernels.hopper.backward.parts.BackwardParts`); None where the kernel has no such parts.
         """
         return None
 

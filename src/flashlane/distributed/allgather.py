@@ -31,6 +31,7 @@ from flashlane.distributed.calls import Call, Calls, Packed
 from flashlane.distributed.comm import label_of
 from flashlane.distributed.copies import CopiedGathering, Route, peer_memory
 from flashlane.distributed.gather import Gathering, Returning, Task
+from flashlane.distributed.key_parts import PartedBackward, parted_backward, totals_of
 from flashlane.distributed.launches import Launch, Pair, RangedLaunch, launches_of, ranged_backward_of
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.peer_memory import Exchange
@@ -68,10 +69,12 @@ def _gather(
     exchanges: list[Exchange],
     arriving_chunks: ChunkGathering | None = None,
     backward: bool = False,
+    with_own: bool = True,
 ) -> list[_HeadGroup]:
     """Start to fetch all groups of heads, in their order, on the stream that copies data, for a forward or a backward.
 
-    With ``arriving_chunks`` the keys of all heads are being fetched already.
+    With ``arriving_chunks`` the keys of all heads are being fetched already. Unless ``with_own``, this rank's own keys
+    are not copied to their rows among the gathered ones.
     """
     share = q.shape[2] // k.shape[2]
     fetched = []
@@ -83,7 +86,7 @@ def _gather(
             if arriving_chunks is not None:
                 gathering: Gathering = arriving_chunks
             elif exchanges:
-                gathering = CopiedGathering(task, *local_kv, group, exchanges, Route.of(task, bounds, k, v))
+                gathering = CopiedGathering(task, *local_kv, group, exchanges, Route.of(task, bounds, k, v), with_own)
             else:
                 gathering = Gathering(task, *local_kv, backward)
             fetched.append((slice(first * share, stop * share), local_kv, gathering))
@@ -206,14 +209,25 @@ class GatherAttention(torch.autograd.Function):
         lses, named = others[: ctx.count], Modifiers(*others[ctx.count :])
         task, calls = ctx.task, ctx.task.calls(q.shape[0], named.positional)
         do = torch.zeros_like(out) if do is None else do
-        dq = empty_dq(q, calls)
         d_scales: list[torch.Tensor | None] = []
         bounds = task.kv_heads_backward or (0, k.shape[2])
         exchanges = _exchanges(task, k, v, 2)
-        streams = CallStreams(q.device)
         returning: list[Returning] = []
-        groups = _gather(task, bounds, q, k, v, streams, exchanges, backward=True)
+        plain = dlse is None and not any(each is not None for each in named)
+        parts = None
+        if exchanges and plain and len(bounds) == 2:
+            dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+            parts = parted_backward(task.memo, task.division, task.rank, (q, k, v, out, do, dq), task.settings)
+        if parts is None:
+            dq = empty_dq(q, calls)
         again = lses and dlse is None and dq.dtype == q.dtype
+        streams = CallStreams(q.device, 2 if parts is not None and len(parts) > 1 else 0)
+        groups = _gather(task, bounds, q, k, v, streams, exchanges, backward=True, with_own=parts is None)
+        if parts is not None:
+            whole_lse = _joined_lse(q, calls, lses) if lse is None else lse
+            tensors = q, k, v, out, whole_lse, do, dq
+            returning = [_run_parts(task, parts, groups[0], tensors, exchanges[1], streams)]
+            groups = []
         launches = _launches(task, calls, groups, q, out, named) if again else None
         for group, each in enumerate(groups):
             if launches is not None:
@@ -303,6 +317,66 @@ def _launch_backward(
             streams.keep(lse, dk, dv)
             partials.append(Partial(slice(call.k_first, call.k_stop), dk, dv))
     return partials
+
+
+def _run_parts(
+    task: Task,
+    parts: PartedBackward,
+    group: _HeadGroup,
+    tensors: tuple[torch.Tensor, ...],
+    back: Exchange,
+    streams: CallStreams,
+) -> Returning:
+    """Write dq, the last of ``tensors``, in parts of the keys, and send the gradients of other ranks' keys meanwhile.
+
+    Later work on the stream that copies data waits for the gradients of all keys.
+    """
+    q, k, v, out, lse, do, dq = tensors
+    gathered, totals = group.gathering.gathered, totals_of(k, v, task.plan.keys)
+    several = len(parts) > 1
+    computing = (0, 1, *streams.more) if several else (0, 1)
+    running: list[Any] = []
+    with torch_rules.no_autocast(q):
+        for number, each in enumerate(parts):
+            rows, (own, places) = each.rows, each.keys.first
+            with streams.on(computing[number % len(computing)]):
+                begun = each.prepared.begin(q[:, rows], out[:, rows], lse[:, :, rows], do[:, rows], dq[:, rows])
+                if not several:
+                    streams.after(1, 0)
+                begun.part(0, *_inside((k, v), rows, own), *_inside(totals, each.places, places))
+            running.append(begun)
+        for stream in computing[0 if several else 1 :]:
+            streams.wait(stream, group.arrived)
+        for number, (each, begun) in enumerate(zip(parts, running, strict=True)):
+            with streams.on(computing[number % len(computing)] if several else 1):
+                for at, places in enumerate(each.keys.foreign):
+                    one, other = (_inside(some, each.places, places) for some in (gathered, totals))
+                    begun.part(1 + at, *one, *other)
+        for stream in computing[0 if several else 1 :]:
+            streams.after(COPY_STREAM, stream)
+        with streams.on(COPY_STREAM):
+            back.begin()
+            returning = group.gathering.returning([Partial(slice(0, task.plan.keys), *totals)])
+        for number, (each, begun) in enumerate(zip(parts, running, strict=True)):
+            own, places = each.keys.last
+            with streams.on(computing[number % len(computing)]):
+                begun.part(len(each.keys.launches) - 1, *_inside((k, v), each.rows, own),
+                           *_inside(totals, each.places, places))  # fmt: skip
+                if several:
+                    begun.end()
+        for stream in computing if several else (0,):
+            streams.after(COPY_STREAM, stream)
+        if not several:
+            streams.after(0, 1)
+            running[0].end()
+    streams.keep(running, lse, totals, returning)
+    return returning
+
+
+def _inside(pair: Pair, whole: slice, part: slice) -> Pair:
+    """Rows of both tensors, counted from the start of ``whole``."""
+    rows = slice(whole.start + part.start, whole.start + part.stop)
+    return pair[0][:, rows], pair[1][:, rows]
 
 
 def _attend_all(

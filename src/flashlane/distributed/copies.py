@@ -12,7 +12,7 @@ from flashlane.distributed.calls import take_rows
 from flashlane.distributed.comm import Pending
 from flashlane.distributed.gather import Gathering, Returning, Task, apart, count_of
 from flashlane.distributed.peer_memory import Exchange, PeerMemory, Places, head_counts, memory_of
-from flashlane.distributed.plan import Division, gather_plan
+from flashlane.distributed.plan import FEW_COPIES, Division, gather_plan
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def gather_places(division: Division, rank: int, shapes: Shapes) -> Places:
             row = shapes.batch * heads * dim * shapes.dtype.itemsize
             places.add((group, i), plan.keys * row)
             for peer in range(division.ranks):
-                if peer != rank and not apart(plan.received[peer], shapes.batch):
+                if peer != rank and not apart(plan.received[peer], shapes.batch, FEW_COPIES):
                     places.add((group, i, peer), count_of(plan.received[peer]) * row)
     return places
 
@@ -86,10 +86,19 @@ def peer_memory(task: Task, k: torch.Tensor, v: torch.Tensor) -> PeerMemory:
 class CopiedGathering(Gathering):
     """Keys and values of a group of heads, which the other ranks copy here."""
 
+    few_segments = FEW_COPIES
+
     def __init__(
-        self, task: Task, k: torch.Tensor, v: torch.Tensor, group: int, exchanges: list[Exchange], route: Route
+        self,
+        task: Task,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        group: int,
+        exchanges: list[Exchange],
+        route: Route,
+        with_own: bool = True,
     ) -> None:
-        self.exchange, self.back = exchanges[0], exchanges[-1]
+        self.exchange, self.back, self.with_own = exchanges[0], exchanges[-1], with_own
         self.group, self.route, self.shapes = group, route, route.shapes
         super().__init__(task, k, v)
 
@@ -101,6 +110,10 @@ class CopiedGathering(Gathering):
         )
         return k, v
 
+    def _take_own(self) -> None:
+        if self.with_own:
+            super()._take_own()
+
     def _start(self) -> Pending:
         task, plan, batch = self.task, self.plan, self.shapes.batch
         for peer in task.others:
@@ -109,7 +122,7 @@ class CopiedGathering(Gathering):
                 continue
             offsets = self.route.gathered[peer].offsets
             for i, t in enumerate(self.own):
-                if apart(sent, batch):
+                if apart(sent, batch, FEW_COPIES):
                     row = t.shape[2] * t.shape[3] * t.element_size()
                     for each in sent:
                         place = offsets[self.group, i] + each.key * row
@@ -130,7 +143,7 @@ class CopiedGathering(Gathering):
             received = self.plan.received[peer]
             if count_of(received):
                 self.exchange.expect(peer, self.group)
-            if not apart(received, self.shapes.batch):
+            if not apart(received, self.shapes.batch, FEW_COPIES):
                 shapes = [(t.shape[0], count_of(received), *t.shape[2:]) for t in self.own]
                 found = [
                     self.exchange.block(offsets[self.group, i, peer], shape, self.shapes.dtype)
@@ -152,9 +165,8 @@ class CopiedReturning(Returning):
         for peer in task.others:
             if count_of(self.plan.received[peer]):
                 offsets = self.route.returned[peer].offsets
-                for i, t in enumerate(self._rows(peer)):
-                    self.exchange.send(peer, offsets[self.group, i, task.rank], t)
-                    self.kept.append(t)
+                for i in range(2):
+                    self._send(peer, i, offsets[self.group, i, task.rank])
                 self.exchange.arrive(peer, self.group)
             count = count_of(self.plan.sent[peer])
             own = self.route.returned[task.rank].offsets
@@ -163,6 +175,19 @@ class CopiedReturning(Returning):
                 for i, t in enumerate(self.like)
             ]
         return Pending(())
+
+    def _send(self, peer: int, i: int, place: int) -> None:
+        """Copy the gradients of a peer's keys (i = 0) or values (1) to their place there."""
+        segments, total = self.plan.received[peer], self.totals[i]
+        if not apart(segments, total.shape[0], FEW_COPIES):
+            rows = take_rows(total, self.plan.index("received", "key", peer, total.device)).contiguous()
+            self.exchange.send(peer, place, rows)
+            self.kept.append(rows)
+            return
+        row = total.shape[2] * total.shape[3] * total.element_size()
+        for each in segments:
+            self.exchange.send(peer, place, total[:, each.key : each.key + each.count])
+            place += each.count * row
 
     def finish(self) -> list[torch.Tensor]:
         for peer in self.task.others:

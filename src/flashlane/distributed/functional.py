@@ -46,9 +46,9 @@ Method = Literal["auto", "allgather", "ring", "ulysses", "usp"]
 METHODS: tuple[Method, ...] = get_args(Method)
 Transport = Literal["messages", "copies"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
-POLLED = False
+POLLED = True
 """Whether the forward with transport "copies" computes while keys arrive (:mod:`~flashlane.distributed.polled`), for
-the calls that can. It has not been tried on two GPUs."""
+the calls that can."""
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -104,7 +104,7 @@ def context_parallel_attn_func(
         seqlen: tokens of the whole sequence; needed where the ranks have different numbers of rows.
         heads_k_stride: for "allgather", the number of KV heads that are fetched at once; the next ones are fetched
             while these are computed. A tuple gives the number for each group, the last one for all further groups. By
-            default "messages" fetch all heads at once, and "copies" use :func:`default_strides`.
+            default all heads are fetched at once.
         transport: how "allgather" moves data: "messages" of the process group; or "copies" into the memory of the other
             ranks, which must be on one host; on GPUs copies use no SM. The loss of a rank then ends the others.
         kernel: the tag of the kernel that computes each block, or None to let the dispatcher choose.
@@ -466,30 +466,6 @@ def head_bounds(stride: int | tuple[int, ...] | None, heads: int) -> tuple[int, 
     return tuple(bounds)
 
 
-def stride_by_copies(heads: int) -> tuple[int | tuple[int, ...] | None, int | tuple[int, ...] | None]:
-    """``heads_k_stride`` of transport "copies" for a forward and for a backward, of calls with much to compute.
-
-    The first keys that arrive and the last gradients that return overlap no computation, so those groups are small.
-    """
-    few = max(1, heads // 8)
-    return ((few, heads), (few, heads - 2 * few, few)) if heads >= 4 else (None, None)
-
-
-SMALLEST_GROUP = 48 * 1024
-"""The fewest heads times tokens of the smallest group of a backward by default. With two thirds of them, small launches
-cost more than it saves that gradients return meanwhile: see notebook 0019."""
-
-
-def default_strides(
-    heads: int, kv_heads: int, tokens: int
-) -> tuple[int | tuple[int, ...] | None, int | tuple[int, ...] | None]:
-    """:func:`stride_by_copies`, but with all heads at once in a backward whose smallest group would have too little to
-    compute. ``tokens`` are those of the whole call."""
-    forward, backward = stride_by_copies(kv_heads)
-    smallest = backward[0] * (heads // kv_heads) * tokens if isinstance(backward, tuple) else 0
-    return forward, backward if smallest >= SMALLEST_GROUP else None
-
-
 class _Call:
     """A checked call, which serves all calls with equal arguments."""
 
@@ -512,13 +488,9 @@ class _Call:
         bounds: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         if method in ("allgather", "ring"):
             stride = options["heads_k_stride"]
-            chosen = stride is None and copies
-            strides = default_strides(heads, kv_heads, sum(division.lengths)) if chosen else (stride, stride)
             one = inputs.q.dim() == 3 or inputs.q.shape[0] == 1
             in_chunks = POLLED and copies and stride is None and one and not modified and come_in_chunks(division)
-            if in_chunks:
-                strides = None, strides[1]
-            bounds = head_bounds(strides[0], kv_heads), head_bounds(strides[1], kv_heads)
+            bounds = (head_bounds(stride, kv_heads),) * 2
         else:
             by_heads = grid.heads or grid.keys
             keys = grid.keys if grid.heads and grid.keys.size > 1 else None

@@ -17,8 +17,8 @@ from flashlane.distributed.comm import Message, Pending, Ranks
 from flashlane.distributed.launches import Launches
 from flashlane.distributed.plan import FEW_SEGMENTS, Division, GatherPlan, Segment, gather_calls, gather_plan
 
-FEW_SUMS = 8
-"""Up to this number, the chunks of a shard's gradients are added one by one; beyond it, rank by rank."""
+FEW_SUMS, MANY_SUMS = 8, 128
+"""Up to these numbers, the chunks of a shard's gradients are added one by one, or all at once; beyond, rank by rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +69,9 @@ class Task:
 class Gathering:
     """Keys and values of some heads on their way to this rank, for a forward or for a backward."""
 
+    few_segments = FEW_SEGMENTS
+    """Up to so many segments are sent as they lie."""
+
     def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor, backward: bool = False) -> None:
         self.plan, self.task, self.backward = task.plan, task, backward
         self.own = k.contiguous(), v.contiguous()
@@ -86,7 +89,7 @@ class Gathering:
         """Copy this rank's own keys and values to their rows among the gathered ones."""
         segments, rank, device = self.plan.received[self.task.rank], self.task.rank, self.own[0].device
         pairs = list(zip(self.own, self.gathered, strict=True))
-        if len(segments) <= FEW_SEGMENTS:
+        if len(segments) <= self.few_segments:
             places = [t[:, each.key : each.key + each.count] for _, t in pairs for each in segments]
             rows = [t[:, each.row : each.row + each.count] for t, _ in pairs for each in segments]
             if segments:
@@ -107,12 +110,12 @@ class Gathering:
         receives: list[Message] = []
         for peer in self.task.others:
             sent, received = plan.sent[peer], plan.received[peer]
-            if apart(sent, batch):
+            if apart(sent, batch, self.few_segments):
                 sends += [(peer, t[:, each.row : each.row + each.count]) for each in sent for t in self.own]
             else:
                 rows = plan.index("sent", "row", peer, device)
                 sends += [(peer, take_rows(t, rows).contiguous()) for t in self.own]
-            if apart(received, batch):
+            if apart(received, batch, self.few_segments):
                 receives += [(peer, t[:, each.key : each.key + each.count]) for each in received for t in self.gathered]
             else:
                 found = [t.new_empty((batch, count_of(received), *t.shape[2:])) for t in self.own]
@@ -178,7 +181,23 @@ class Returning:
         """The gradients of this rank's k and v, summed over the ranks in their order, in the dtype of k and v."""
         self.pending.wait()
         self.parts[self.task.rank] = self.totals
+        if FEW_SUMS < len(self.plan.sums) <= MANY_SUMS:
+            return self._sum_at_once()
         return [self._sum(like, i) for i, like in enumerate(self.like)]
+
+    def _sum_at_once(self) -> list[torch.Tensor]:
+        """All chunks of keys and values, in a few launches."""
+        summed = [torch.empty_like(like) for like in self.like]
+        places, parts = [], []
+        for rows, of_ranks in self.plan.sums:
+            for i, to in enumerate(summed):
+                places.append(to[:, rows])
+                parts.append([self.parts[rank][i][:, at] for rank, at in of_ranks])
+        for number in range(1, max(map(len, parts))):
+            some = [each for each in parts if number < len(each)]
+            torch._foreach_add_([each[0] for each in some], [each[number] for each in some])
+        torch._foreach_copy_(places, [each[0] for each in parts])
+        return summed
 
     def _sum(self, like: torch.Tensor, i: int) -> torch.Tensor:
         sums, device = self.plan.sums, like.device
@@ -213,6 +232,6 @@ def count_of(segments: Iterable[Segment]) -> int:
     return sum(each.count for each in segments)
 
 
-def apart(segments: tuple[Segment, ...], batch: int) -> bool:
-    """Whether each segment is sent as a message of its own, for which its rows must be contiguous in memory."""
-    return batch == 1 and len(segments) <= FEW_SEGMENTS
+def apart(segments: tuple[Segment, ...], batch: int, few: int) -> bool:
+    """Whether each of up to ``few`` segments is sent by itself, for which its rows must be contiguous in memory."""
+    return batch == 1 and len(segments) <= few

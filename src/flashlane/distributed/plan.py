@@ -15,6 +15,9 @@ from flashlane.distributed.layout import PLANS, Layout, Run, join_runs, rows_of,
 
 FEW_SEGMENTS = 4
 """Up to this number, segments are sent as messages of their own, without a copy; more are first gathered into one."""
+FEW_COPIES = 32
+"""The same of segments that are copied into the memory of other ranks: a copy takes less of the host and of the GPU
+than a message."""
 
 
 @dataclass(frozen=True)

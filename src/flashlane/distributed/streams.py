@@ -7,14 +7,37 @@ for the work that is already on it, and later work on it waits for all of them. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 COMPUTE_STREAMS, COPY_STREAM = 2, 2
 """The number of streams that compute, and the index of the one that copies data."""
+MOST_MORE = 2
+"""The most further streams of a call, which have the indices after that."""
+MOST_STREAMS = 1 + COMPUTE_STREAMS + MOST_MORE
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+_events: dict[torch.device, list[list[torch.cuda.Event]]] = {}
+"""Events of calls that have ended, one for each stream. A wait is for what was recorded when it was enqueued, so that
+an event can be recorded again at once."""
+
+
+class _On:
+    """A context in which work is enqueued on a stream, and later again on the call's first one."""
+
+    __slots__ = ("first", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream, first: torch.cuda.Stream) -> None:
+        self.stream, self.first = stream, first
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self.first)
+
+
+_HERE = contextlib.nullcontext()
 
 
 class CallStreams:
@@ -23,29 +46,34 @@ class CallStreams:
     Tensors that one stream allocates and another uses must be kept until the call ends: see :meth:`keep`.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, more: int = 0) -> None:
+        """``more`` is the number of further streams that compute."""
         self.gpu = device.type == "cuda"
         self.kept: list[Any] = []
+        self.more = tuple(range(COPY_STREAM + 1, COPY_STREAM + 1 + more))
+        """The indices of the further streams."""
         if self.gpu:
             if device not in _streams:
-                _streams[device] = [torch.cuda.Stream(device) for _ in range(COMPUTE_STREAMS)]
-            self.streams = [torch.cuda.current_stream(device), *_streams[device]]
+                _streams[device] = [torch.cuda.Stream(device) for _ in range(1, MOST_STREAMS)]
+            self.streams = [torch.cuda.current_stream(device), *_streams[device][: COMPUTE_STREAMS + more]]
+            self.on_others = [_On(each, self.streams[0]) for each in self.streams[1:]]
+            self._idle = _events.setdefault(device, [])
+            self._events = self._idle.pop() if self._idle else [torch.cuda.Event() for _ in range(MOST_STREAMS)]
+            begun = self._events[0]
+            begun.record(self.streams[0])
             for each in self.streams[1:]:
-                each.wait_stream(self.streams[0])
+                each.wait_event(begun)
 
-    @contextlib.contextmanager
-    def on(self, stream: int) -> Iterator[None]:
-        """A context in which work is enqueued on a stream."""
-        if not self.gpu:
-            yield
-            return
-        with torch.cuda.stream(self.streams[stream]):
-            yield
+    def on(self, stream: int) -> contextlib.AbstractContextManager[None]:
+        """A context in which work is enqueued on a stream; contexts are not nested."""
+        return self.on_others[stream - 1] if self.gpu and stream else _HERE
 
     def after(self, stream: int, other: int) -> None:
         """Let later work of a stream wait for all work that is already on another."""
         if self.gpu:
-            self.streams[stream].wait_stream(self.streams[other])
+            event = self._events[other]
+            event.record(self.streams[other])
+            self.streams[stream].wait_event(event)
 
     def mark(self, stream: int) -> torch.cuda.Event | None:
         """Record an event after the work that is already on a stream, for :meth:`wait`."""
@@ -63,6 +91,8 @@ class CallStreams:
 
     def join(self) -> None:
         """Let the current stream wait for all streams."""
-        for stream in range(1, COPY_STREAM + 1):
+        for stream in (*range(1, COPY_STREAM + 1), *self.more):
             self.after(0, stream)
         self.kept.clear()
+        if self.gpu:
+            self._idle.append(self._events)

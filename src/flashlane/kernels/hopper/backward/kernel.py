@@ -8,7 +8,7 @@ so that dK and dV have no copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
-from flashlane.core.ranges import QueryRanges
+from flashlane.core.ranges import KeyPart, QueryRanges
 from flashlane.core.registry import (
     BackwardKernel,
     CompiledKernel,
@@ -34,6 +34,7 @@ from flashlane.kernels.hopper.backward.config import GradientConfig
 from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors, readable
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.launch import schedule as one_cta_schedule
+from flashlane.kernels.hopper.backward.parts import BackwardParts
 from flashlane.kernels.hopper.backward.select import config_of
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import MAX_HEAD_DIM
 from flashlane.kernels.hopper.backward.split_q import split_of
@@ -113,6 +114,21 @@ def prepared_of_rank(
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     schedule = one_cta_schedule(config, problem, sms, ranges)
     return PreparedBackward(config, schedule, problem, q_shape, k_shape, device, ranges=ranges)
+
+
+@memoised
+def parts_of_rank(
+    problem: AttentionProblem, parts: tuple[KeyPart, ...], q_shape: torch.Size, k_shape: torch.Size, device: int
+) -> BackwardParts | None:
+    """What calls of a rank's share of one problem in parts have in common; None where there are no such launches.
+
+    Additions in order would wait for tiles of other launches, and tiles that are split need more device memory.
+    """
+    config = config_of_rank(problem, parts[0].ranges)
+    if config is None or problem.deterministic or problem.window_left >= 0:
+        return None
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return BackwardParts(replace(config, split_q=False), problem, parts, q_shape, k_shape, device, sms)
 
 
 def hopper_backward(
@@ -231,6 +247,14 @@ class HopperBackward(BackwardKernel, CompiledKernel):
             return None
         prepared = prepared_of_rank(problem, ranges, q.shape, k.shape, q.device.index)
         return None if prepared is None else prepared.repeated(q.device, q.dtype)
+
+    def prepare_parts(
+        self, problem: AttentionProblem, inputs: Inputs, parts: Sequence[KeyPart]
+    ) -> BackwardParts | None:
+        q, k = inputs.q, inputs.k
+        if _computes_nothing(problem, q, k):
+            return None
+        return parts_of_rank(problem, tuple(parts), q.shape, k.shape, q.device.index)
 
     def run(
         self,

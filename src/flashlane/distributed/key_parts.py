@@ -1,0 +1,177 @@
+"""The backward of a rank in parts of its keys: its own keys first, then those of other ranks, then the rest of its own.
+
+The first part runs while the keys of other ranks are fetched, and the last one while their gradients are sent back. All
+parts add to one dQ, and each key's gradients are written by one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashlane.core import dispatch
+from flashlane.core.arch import compute_dtype
+from flashlane.core.problem import VECTOR_BYTES, Inputs
+from flashlane.core.ranges import KeyPart, QueryRanges
+from flashlane.distributed.attend import Settings, prepare
+from flashlane.distributed.blocks import Block
+from flashlane.distributed.calls import Calls
+from flashlane.distributed.modifiers import Modifiers
+from flashlane.distributed.plan import Division, GatherPlan, gather_calls, gather_plan
+
+MOST_DOCUMENTS = 16
+"""The most documents that have parts: each has five launches."""
+KEY_PARTS = True
+"""Whether a backward by copies is divided in this way, where its kernel can."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class KeysOfRank:
+    """A rank's gathered keys in parts, under a causal mask without a left side."""
+
+    first: tuple[slice, slice]
+    """Rows of the rank's own keys and the same among the gathered ones: those of its later chunk."""
+    foreign: tuple[slice, ...]
+    """The gathered keys of other ranks."""
+    last: tuple[slice, slice]
+    """Like ``first``: those of its earlier chunk."""
+    launches: tuple[KeyPart, ...]
+    """Of ``first``, of each of ``foreign``, and of ``last``."""
+
+
+def keys_of_rank(plan: GatherPlan, calls: Calls) -> KeysOfRank | None:
+    """A rank's keys in parts; None where a window, packed documents or steps between tokens need other launches.
+
+    Args:
+        plan: what the rank gathers.
+        calls: its blocks over these keys.
+    """
+    ranges = _two_ranges([each for each in calls.calls if isinstance(each, Block)], calls)
+    own = sorted(plan.received[plan.rank])
+    if ranges is None or not own or len(own) > 2:
+        return None
+    rows, bases = ranges
+    if len(own) == 2 and own[1].row != rows:
+        return None
+    row, key, count = own[-1]
+    later = key + rows - row
+    if own[0][:2] != (0, bases[0]) or row + count != calls.rows or later != bases[1]:
+        return None
+    ends = [0, *(end for _, at, size in sorted(own, key=lambda each: each.key) for end in (at, at + size)), plan.keys]
+    foreign = tuple(slice(*pair) for pair in zip(ends[::2], ends[1::2], strict=True) if pair[0] < pair[1])
+    if not foreign:
+        return None
+    of_keys = [KeyPart(each.stop - each.start, QueryRanges(rows, tuple(base - each.start for base in bases)))
+               for each in foreign]  # fmt: skip
+    parts = (
+        KeyPart(calls.rows - rows, QueryRanges(rows, (-rows, 0))),
+        *of_keys,
+        KeyPart(rows, QueryRanges(rows, (0, rows))),
+    )
+    first = slice(rows, calls.rows), slice(later, later + calls.rows - rows)
+    return KeysOfRank(first, foreign, (slice(0, rows), slice(bases[0], bases[0] + rows)), parts)
+
+
+def _two_ranges(blocks: Sequence[Block], calls: Calls) -> tuple[int, tuple[int, int]] | None:
+    """The rows of the first range, and the gathered keys with which the first query of each range is aligned."""
+    if len(blocks) != len(calls.calls) or not calls.full or not 1 <= len(blocks) <= 2 or calls.rows < 2:
+        return None
+    for each in blocks:
+        if each.right != 0 or each.left >= 0 or each.step != 1 or each.offset or each.k_first:
+            return None
+    first, *others = sorted(blocks, key=lambda block: block.q_first)
+    base = first.k_stop - first.q_stop
+    if first.q_first or base < 0:
+        return None
+    if not others:
+        rows = -(-calls.rows // 2)
+        return rows, (base, base + rows)
+    (second,) = others
+    return first.q_stop, (base, second.k_stop - (second.q_stop - second.q_first))
+
+
+@dataclass(frozen=True)
+class PartsOfDocument:
+    """The backward of one document on a rank."""
+
+    rows: slice
+    """Of the rank's queries and own keys."""
+    places: slice
+    """Of its gathered keys among those of all documents."""
+    keys: KeysOfRank
+    """Counted from ``rows`` and ``places``."""
+    prepared: Any
+    """What :meth:`~flashlane.core.registry.BackwardKernel.prepare_parts` gave."""
+
+
+PartedBackward = tuple[PartsOfDocument, ...]
+"""The backward of a rank in parts, document by document, those with most rows first."""
+
+
+def totals_of(k: torch.Tensor, v: torch.Tensor, count: int) -> Pair:
+    """Tensors for the gradients of all ``count`` gathered keys and values, in f32."""
+    dk, dv = (t.new_empty((t.shape[0], count, *t.shape[2:]), dtype=compute_dtype(t.dtype)) for t in (k, v))
+    return dk, dv
+
+
+def parted_backward(
+    cached: dict[object, Any],
+    division: Division,
+    rank: int,
+    tensors: tuple[torch.Tensor, ...],
+    settings: Settings,
+) -> PartedBackward | None:
+    """The backward of a rank in parts; None where there is none for these tensors.
+
+    Args:
+        cached: those of earlier calls; that of this call is added.
+        division: of the tokens.
+        rank: this rank.
+        tensors: q, k, v, out, do and dq of the rank.
+        settings: the other arguments of the call.
+    """
+    if not KEY_PARTS or any(t.data_ptr() % VECTOR_BYTES for t in tensors):
+        return None
+    key = (PartedBackward, *((t.shape, t.stride()) for t in tensors), tensors[0].dtype, tensors[0].device)
+    if key not in cached:
+        cached[key] = _prepared(division, rank, tensors, settings)
+    return cached[key]
+
+
+def _prepared(
+    division: Division, rank: int, tensors: tuple[torch.Tensor, ...], settings: Settings
+) -> PartedBackward | None:
+    lengths = [each for each in division.lengths if each]
+    shards_by_document = division.layout == "zigzag" and division.heads_ranks == 1
+    if len(lengths) > MOST_DOCUMENTS or (len(lengths) > 1 and not shards_by_document):
+        return None
+    found: list[PartsOfDocument] = []
+    row = key = 0
+    for length in lengths:
+        of_one = division if len(lengths) == 1 else replace(division, lengths=(length,))
+        plan, calls = gather_plan(of_one, rank), gather_calls(of_one, rank, True, False)
+        rows, places = slice(row, row + calls.rows), slice(key, key + plan.keys)
+        row, key = rows.stop, places.stop
+        if not calls.rows and not plan.keys:
+            continue
+        keys = keys_of_rank(plan, calls)
+        prepared = None if keys is None else _prepare_document(keys, [t[:, rows] for t in tensors], settings)
+        if keys is None or prepared is None:
+            return None
+        found.append(PartsOfDocument(rows, places, keys, prepared))
+    if not found or row != tensors[0].shape[1] or key != gather_plan(division, rank).keys:
+        return None
+    return tuple(sorted(found, key=lambda each: each.rows.start - each.rows.stop))
+
+
+def _prepare_document(keys: KeysOfRank, tensors: Sequence[torch.Tensor], settings: Settings) -> Any:
+    q, k, v, out, do, dq = tensors
+    whole = Block(0, 0, q.shape[1], 0, q.shape[1], -1, 0)
+    part = prepare(whole, q, k, v, Modifiers(), settings)
+    chosen = dispatch.select_backward(part.problem, part.kernel)
+    prepared = chosen.prepare_parts(part.problem, Inputs(q, k, v), keys.launches)
+    return prepared if prepared is not None and prepared.takes(q, out, do, dq) else None
