@@ -1,6 +1,7 @@
 """The cells of ``flex_speed.py``, each in a process of its own: they compile together and are timed one after another.
 
-What a peer compiles takes ten seconds and more a kernel, on one core. While a cell is timed, the others wait.
+What a peer compiles takes ten seconds and more a kernel, on one core. While a cell is timed, the others wait. A cell
+whose peers still compile when the time for that is over begins again without them, and its rows say so.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def run(
     words: Sequence[str] = (),
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
-    """All rows, in the order in which cells are ready. A cell that still compiles after ``together`` seconds fails.
+    """All rows. A cell that still compiles after ``together`` seconds is timed without peers, or fails if it has none.
 
     Args:
         device: of the operands.
@@ -51,19 +52,33 @@ def run(
     chosen = [i for i, name in enumerate(names) if not words or any(word in name for word in words)]
     ready, results = context.Queue(), context.Queue()
     may_time = {i: context.Event() for i in chosen}
-    arguments = device, peers, settings, shrink, flex_speed.HEADS
-    workers = {i: context.Process(target=_cell, args=(i, *arguments, ready, may_time[i], results)) for i in chosen}
-    began, rows, waiting = time.monotonic(), [], set(chosen)
-    for worker in workers.values():
-        worker.start()
+
+    def worker(i: int, with_peers: Sequence[str]) -> Any:
+        arguments = i, device, with_peers, settings, shrink, flex_speed.HEADS, ready, may_time[i], results
+        process = context.Process(target=_cell, args=arguments)
+        process.start()
+        return process
+
+    began, rows = time.monotonic(), []
+    workers = {i: worker(i, peers) for i in chosen}
+
+    def wait(waiting: set[int], until: float) -> set[int]:
+        """Those that are not ready by then, or whose process has ended."""
+        while waiting and time.monotonic() < until and any(workers[i].is_alive() for i in waiting):
+            waiting = waiting - set(_received(ready, 0.5))
+        return waiting
+
     try:
-        while waiting and time.monotonic() - began < together and any(workers[i].is_alive() for i in waiting):
-            waiting -= set(_received(ready, 0.5))
-        for i in chosen:
-            if i in waiting:
+        waiting = wait(set(chosen), began + together)
+        late = {i: _why(workers[i], together) for i in waiting}
+        if peers:
+            for i in waiting:
                 workers[i].kill()
-                text = f"still compiling after {together:g} s" if workers[i].exitcode is None else "its process ended"
-                rows.append({"cell": names[i], "direction": "both", "failed": {"all": text}})
+                workers[i] = worker(i, ())
+        for i in sorted(chosen, key=lambda i: i in late):  # what is late compiles while the others are timed
+            if i in late and (not peers or wait({i}, time.monotonic() + CELL_SECONDS)):
+                workers[i].kill()
+                rows.append({"cell": names[i], "direction": "both", "failed": {"all": late[i]}})
                 continue
             if time.monotonic() - began > seconds:
                 rows.append({"cell": names[i], "direction": "both", "failed": {"all": "no time was left"}})
@@ -73,16 +88,22 @@ def run(
             if of_cell is None:
                 workers[i].kill()
                 of_cell = [{"cell": names[i], "direction": "both", "failed": {"all": "its timings did not end"}}]
-            rows += of_cell
             for row in of_cell:
+                row["failed"] |= dict.fromkeys(peers, late[i]) if i in late else {}
                 print(flex_speed.line(row), flush=True)
+            rows += of_cell
             keep(rows)
+        rows.sort(key=lambda row: names.index(row["cell"]))
         keep(rows)
     finally:
-        for worker in workers.values():
-            worker.kill()
-            worker.join()
+        for process in workers.values():
+            process.kill()
+            process.join()
     return rows
+
+
+def _why(process: Any, together: float) -> str:
+    return f"still compiling after {together:g} s" if process.exitcode is None else "its process ended"
 
 
 def _received(where: Any, seconds: float) -> list[Any]:

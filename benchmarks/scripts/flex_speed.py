@@ -1,14 +1,14 @@
 """Speed of flex_attention next to torch's (Triton, and FLASH: FlashAttention-4) and functions without programs.
 
     python benchmarks/scripts/flex_speed.py --out flex_speed.json [--peers triton,flash] [--candidates] [--seconds 400]
-        [--together 100]
+        [--together 100] [--resume]
 
 A cell is a mask and a score. All that run it alternate in drawn order, by the bench's timer, calls back to back; the
 figures are TFLOP/s of visible pairs. What a peer refuses, or compiles for too long, is a line that says so. In front of
 the timings each output is compared with that of the first that ran. ``--candidates`` adds other configurations of our
 kernels. torch's functions are compiled for each cell, and get torch's own block masks (``flex_peers.py``).
 ``--together`` compiles all cells at once (``flex_processes.py``): FLASH takes some ten seconds a kernel. The file
-is written again after each row.
+is written again after each row. ``--resume`` keeps the cells that a run of the same commit on the same card timed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import functools
 import importlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -433,6 +434,16 @@ def run(
     return rows
 
 
+def resumed(body: dict[str, Any], before: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier file whose cells have figures in both directions, if its run was like this one."""
+    alike = ("commit", "device", "torch", "driver")
+    if any(body["environment"].get(key) != before["environment"].get(key) for key in alike):
+        return []
+    timed = [row for row in before["rows"] if "flashlane" in row.get("tflops", {})]
+    directions = Counter(row["cell"] for row in timed)
+    return [row for row in timed if directions[row["cell"]] == 2]
+
+
 def line(row: dict[str, Any]) -> str:
     figures = "  ".join(f"{name} {value:.0f}" for name, value in row.get("tflops", {}).items())
     missed = [name for name, fine in row.get("met", {}).items() if not fine]
@@ -451,6 +462,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400.0, help="time to stay below, compiling included")
     parser.add_argument("--candidates", action="store_true", help="also time other configurations of our kernels")
     parser.add_argument("--together", type=float, help="seconds for which all cells compile at once, each in a process")
+    parser.add_argument("--resume", action="store_true", help="leave out cells that --out has from a run like this")
     options = parser.parse_args()
     peers = [name for name in options.peers.split(",") if name and name != "none"]
     for name in peers:
@@ -464,16 +476,24 @@ def main() -> None:
         "seed": DRAW,
     }
 
+    before = json.loads(options.out.read_text()) if options.resume and options.out.is_file() else None
+    kept = resumed(body, before) if before else []
+
     def keep(rows: list[dict[str, Any]]) -> None:
-        write_atomically(options.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")
+        write_atomically(options.out, json.dumps(body | {"rows": kept + rows}, indent=1) + "\n")
 
     settings = bench.Settings(rounds=5, round_ms=6.0, warmup_ms=20.0, protocols=("steady",))
     words = [word for word in options.cells.split(",") if word]
+    names = [cell.name for cell in cells() if not words or any(word in cell.name for word in words)]
+    left = [name for name in names if name not in {row["cell"] for row in kept}]
+    if not left:
+        return
+    how: dict[str, Any] = {"words": left, "keep": keep}
     if options.together is None:
-        keep(run(device, peers, settings, options.seconds, with_candidates=options.candidates, words=words, keep=keep))
+        keep(run(device, peers, settings, options.seconds, with_candidates=options.candidates, **how))
     else:
         flex_processes = importlib.import_module("flex_processes")
-        flex_processes.run(device, peers, settings, options.together, options.seconds, words=words, keep=keep)
+        flex_processes.run(device, peers, settings, options.together, options.seconds, **how)
 
 
 if __name__ == "__main__":

@@ -204,3 +204,26 @@ def test_what_f32_makes_of_a_drawn_function_is_no_failure(
         errors.append(wrong)
         result = masks_script._check_some([2418], float("inf"))
         assert (len(result["failures"]), result["ill_conditioned"]) == (failures, [] if failures else [2418])
+
+
+def test_a_cell_whose_peers_are_late_is_timed_without_them(speed: ModuleType) -> None:
+    processes = importlib.import_module("flex_processes")
+    settings = bench.Settings(rounds=1, round_ms=0.01, warmup_ms=0.01, warmup=1, max_iterations=1)
+    rows = processes.run(CPU, ["triton"], settings, 0.0, 120, shrink=128, words=["D64, tanh"])
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    for row in rows:
+        assert row["failed"] == {"triton": "still compiling after 0 s"} and {"flashlane", "native"} <= set(row["ms"])
+
+
+def test_a_run_is_resumed_where_commit_and_card_are_the_same(speed: ModuleType) -> None:
+    where = {"commit": "a", "device": "H200", "torch": "2.11", "driver": "1"}
+
+    def row(cell: str, direction: str, *names: str) -> dict:
+        return {"cell": cell, "direction": direction, "tflops": dict.fromkeys(names, 1.0), "failed": {}}
+
+    whole = [row("x", "forward", "flashlane", "flash"), row("x", "backward", "flashlane")]
+    rows = [*whole, row("y", "forward", "flashlane"), {"cell": "z", "direction": "both", "failed": {"all": "late"}}]
+    before = {"environment": where, "rows": rows}
+    assert speed.resumed({"environment": where}, before) == whole
+    for key in where:
+        assert speed.resumed({"environment": {**where, key: "other"}}, before) == [], key
