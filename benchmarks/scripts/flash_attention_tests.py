@@ -77,11 +77,16 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run(generation: str, options: argparse.Namespace, record: Path, seconds: float) -> dict[str, Any]:
+def recorded(words: list[str], environ: dict[str, str], record: Path, seconds: float) -> dict[str, Any]:
+    """What came of the cases that a command runs, which writes a line of JSON for each into ``record``.
+
+    Args:
+        words: the command.
+        environ: its environment.
+        record: the file of the lines; next to it lies the output.
+        seconds: after which it is ended.
+    """
     began, ended = time.monotonic(), False
-    words = command(options.repository / MODULES[generation], generation, options)
-    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environ = {**os.environ, RECORD: str(record), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     log = record.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=environ)
@@ -96,17 +101,17 @@ def run(generation: str, options: argparse.Namespace, record: Path, seconds: flo
                 process.kill()
                 process.wait()
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.is_file() else []
+    row = {"seconds": time.monotonic() - began, "ended_early": ended, "status": process.returncode, **summary(lines)}
+    return row if lines else row | {"output": log.read_text()[-2000:]}
+
+
+def run(generation: str, options: argparse.Namespace, record: Path, seconds: float) -> dict[str, Any]:
+    words = command(options.repository / MODULES[generation], generation, options)
+    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environ = {**os.environ, RECORD: str(record), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     row = {"module": MODULES[generation], "sample": None if generation == WHOLE else options.sample}
-    row |= {
-        "seed": options.seed,
-        "selected": SELECTED.get(generation),
-        "seconds": time.monotonic() - began,
-        "ended_early": ended,
-    }
-    row |= {"status": process.returncode, **summary(lines)}
-    if not lines:
-        row["output"] = log.read_text()[-2000:]
-    return row
+    row |= {"seed": options.seed, "selected": SELECTED.get(generation)}
+    return row | recorded(words, environ, record, seconds)
 
 
 def main() -> int:

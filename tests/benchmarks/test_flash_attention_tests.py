@@ -1,9 +1,11 @@
-"""The script that runs FlashAttention's test modules: what it counts, and how it runs a module."""
+"""The scripts that run FlashAttention's and FlexAttention's test modules: what they count, and how they run one."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -63,3 +65,35 @@ def test_the_module_of_241_cases_runs_whole(script: ModuleType, tmp_path: Path) 
     whole, sampled = (script.command(tmp_path, name, given) for name in ("4", "2"))
     assert "--sample=3" in sampled and not any(word.startswith("--sample") for word in whole)
     assert "--seed=7" in whole and whole[whole.index("-n") + 1] == "14" and sampled[-3:-1] == ["-k", "not race"]
+
+
+@pytest.fixture
+def flex(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "scripts"))
+    return importlib.import_module("flex_attention_tests")
+
+
+def test_modules_of_flex_attention_are_run_and_recorded(
+    flex: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of another device stay in the file, those of the same tests are replaced."""
+    module = tmp_path / "test" / "test_some.py"
+    module.parent.mkdir()
+    module.write_text("import pytest\ndef test_one(): pass\ndef test_two(): pytest.skip('no GPU')\n")
+    out = tmp_path / "all.json"
+    stay = {"of": "attention-gym", "on": "cuda", "passed": 7}
+    out.write_text(json.dumps({"rows": [stay, {"of": "attention-gym", "on": "cpu", "passed": 0}]}))
+    words = ["--gym", str(tmp_path), "--gym-modules", "test_some", "--processes", "1", "--on-cpu", "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["flex_attention_tests.py", *words, "--seconds", "300"])
+    assert flex.main() == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[0] == stay and len(rows) == 2
+    assert (rows[1]["passed"], rows[1]["skipped"], rows[1]["failed"], rows[1]["on"]) == (1, 1, 0, "cpu")
+    assert rows[1]["skips"] == {"Skipped: no GPU": 1} and rows[1]["modules"] == ["test_some"]
+
+
+def test_pytorchs_module_is_a_sample_of_its_cuda_cases(flex: ModuleType, tmp_path: Path) -> None:
+    given = argparse.Namespace(sample=1, seed=2, processes=14, on_cpu=False, gym=tmp_path)
+    torchs, gyms = (flex.command([tmp_path / "m.py"], tmp_path / "r", given, gym) for gym in (False, True))
+    assert {"--sample=1", "--seed=2", "--uncompiled"} <= set(torchs) and torchs[torchs.index("-k") + 1] == "CUDA"
+    assert "--eager" in gyms and not any(word.startswith("--sample") for word in gyms)
