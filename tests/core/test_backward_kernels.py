@@ -91,6 +91,7 @@ def test_explain_tells_the_backward_where_a_gradient_is_wanted(triton: list[dict
     said = flashlane.explain(q, q, q, dropout_p=0.5)
     assert said.backward == "tiled" and {choice.tag for choice in said.backwards} >= {"tiled", "triton"}
     assert "backward triton: the tensors are on the CPU" in str(said)
+    assert max(map(len, str(said).splitlines())) <= 80, "a long reason has more than one line"
     with torch.no_grad():
         said = flashlane.explain(q, q, q)
     assert said.backward is None and "backward" not in str(said)

@@ -98,47 +98,9 @@ TERMS = (
 """What the pages and the code call things, each of which the glossary explains."""
 FORMER = (
     *("block of threads", "team", "crew", "pair of blocks", "stay", "feeder", "filler", "adder", "finisher", "teller"),
-    *(
-        "taker",
-        "ring",
-        "place",
-        "slot",
-        "handed",
-        "used",
-        "made",
-        "turn",
-        "tell",
-        "announce",
-        "prepare",
-        "sums",
-        "slab",
-    ),
-    *(
-        "finish",
-        "chores",
-        "shares",
-        "cut",
-        "piece",
-        "part",
-        "join",
-        "heads together",
-        "direct",
-        "carried",
-        "give, take",
-    ),
-    *(
-        "carried",
-        "give, take",
-        "copy engine",
-        "bring",
-        "multiply",
-        "lazy",
-        "TALL",
-        "MIDDLE",
-        "CRAMPED",
-        "KEPT",
-        "stale",
-    ),
+    *("taker", "ring", "place", "slot", "handed", "used", "made", "turn", "tell", "announce", "prepare", "sums"),
+    *("slab", "finish", "chores", "shares", "cut", "piece", "part", "join", "heads together", "direct", "carried"),
+    *("give, take", "copy engine", "bring", "multiply", "lazy", "TALL", "MIDDLE", "CRAMPED", "KEPT", "stale"),
     *("founding", "goals", "bars", "faces", "rooms", "house", "roofs"),
 )
 """What notebooks may call them, each of which the glossary's last table maps."""
@@ -214,13 +176,13 @@ def strings_of(source: str) -> list[tuple[int, str]]:
 @pytest.fixture(scope="module")
 def shown(texts) -> list[tuple[str, int, str]]:
     """(file, line, text) of what a reader sees."""
-    found = []
+    passages = []
     for path, text in texts.items():
         if path.startswith(READ):
-            found += [(path, number, NAMES.sub("", line)) for number, line in enumerate(text.splitlines(), 1)]
+            passages += [(path, number, NAMES.sub("", line)) for number, line in enumerate(text.splitlines(), 1)]
         elif path.startswith("src/") and path.endswith(".py"):
-            found += [(path, line, string) for line, string in strings_of(text) if " " in string]
-    return found
+            passages += [(path, line, string) for line, string in strings_of(text) if " " in string]
+    return passages
 
 
 @pytest.mark.parametrize("words", FOREIGN)
@@ -249,12 +211,12 @@ PRINTED = (
 
 
 def test_terminals_get_characters_that_their_fonts_have(texts):
-    known = {bytes([b]).decode(page, "ignore") for page in CODEPAGES for b in range(256)} | set(MORE)
-    found = [
-        f"{path}:{line}: {sorted(set(text) - known)} in {text[:60]!r}"
+    characters = {bytes([b]).decode(page, "ignore") for page in CODEPAGES for b in range(256)} | set(MORE)
+    outside = [
+        f"{path}:{line}: {sorted(set(text) - characters)} in {text[:60]!r}"
         for path, source in texts.items()
         if path.startswith(PRINTED) and path.endswith(".py")
         for line, text in strings_of(source)
-        if any(ord(c) > 127 for c in set(text) - known)
+        if any(ord(c) > 127 for c in set(text) - characters)
     ]
-    assert not found, "\n".join(found)
+    assert not outside, "\n".join(outside)

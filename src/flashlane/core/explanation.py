@@ -138,7 +138,8 @@ class Explanation:
     def _after(self) -> Iterable[str]:
         for after in self.backwards:
             why = "runs" if after.tag == self.backward else after.reason or "can run; ranked lower"
-            yield f"  backward {after.tag}: {why}" + (f" ({after.config})" if after.config else "")
+            line = f"backward {after.tag}: {why}" + (f" ({after.config})" if after.config else "")
+            yield textwrap.fill(line, ROOM, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
         if self.unlisted and not self.named:
             yield f"  {self.unlisted} further variants run only when named: flashlane explain --show-all"
 
