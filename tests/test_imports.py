@@ -105,16 +105,16 @@ def test_the_core_imports_jit_only_where_it_compiles() -> None:
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
     """The names along one circle, or an empty list."""
-    done: set[str] = set()
+    finished: set[str] = set()
 
     def follow(name: str, path: list[str]) -> list[str]:
         if name in path:
             return [*path[path.index(name) :], name]
-        if name not in done:
+        if name not in finished:
             for other in sorted(edges.get(name, ())):
                 if found := follow(other, [*path, name]):
                     return found
-            done.add(name)
+            finished.add(name)
         return []
 
     return next((found for name in sorted(edges) if (found := follow(name, []))), [])

@@ -36,11 +36,11 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Made(name)
+        return Anything(name)
 
 
-class Made:
-    """Anything that such a module has: called, it does nothing; as a condition of a test, it is not there."""
+class Anything:
+    """What such a module has under any name: called, it does nothing; as a condition of a test, it is not there."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,10 +48,10 @@ class Made:
     def __call__(self, *args: Any, **named: Any) -> Any:
         if self.name.startswith("get_") and self.name.endswith("_group"):
             raise AssertionError("no groups of processes")  # what vLLM raises where there are none
-        return ALONE.get(self.name, Made(self.name))
+        return ALONE.get(self.name, Anything(self.name))
 
     def __getattr__(self, name: str) -> Any:
-        return Made(name)
+        return Anything(name)
 
     def __or__(self, other: object) -> object:
         return other
@@ -104,16 +104,16 @@ def differences(ours: type) -> Iterator[str]:
             continue
         if type(own) is not type(theirs):
             yield f"{ours.__name__}.{name} is a {type(own).__name__}, and vLLM's a {type(theirs).__name__}"
-        got, wanted = (inspect.signature(getattr(each, name)).parameters for each in (ours, base))
-        common = list(got)[: len(wanted)]
-        if common != list(wanted):
-            yield f"{ours.__name__}.{name} takes {', '.join(got)}, and vLLM's {', '.join(wanted)}"
-        for extra in list(got)[len(wanted) :]:
-            if got[extra].default is inspect.Parameter.empty:
+        our_parameters, base_parameters = (inspect.signature(getattr(each, name)).parameters for each in (ours, base))
+        common = list(our_parameters)[: len(base_parameters)]
+        if common != list(base_parameters):
+            yield f"{ours.__name__}.{name} takes {', '.join(our_parameters)}, and vLLM's {', '.join(base_parameters)}"
+        for extra in list(our_parameters)[len(base_parameters) :]:
+            if our_parameters[extra].default is inspect.Parameter.empty:
                 yield f"{ours.__name__}.{name} needs {extra}, which vLLM does not give"
-        for parameter in wanted:
-            if wanted[parameter].default is not inspect.Parameter.empty and parameter in got:
-                if got[parameter].default is inspect.Parameter.empty:
+        for parameter in base_parameters:
+            if base_parameters[parameter].default is not inspect.Parameter.empty and parameter in our_parameters:
+                if our_parameters[parameter].default is inspect.Parameter.empty:
                     yield f"{ours.__name__}.{name} needs {parameter}, which vLLM may leave out"
 
 

@@ -136,16 +136,16 @@ def check(
             case = {"documents": list(documents), "heads": [heads, kv_heads], "method": method, "layout": layout}
             call = problem.shared(device, layout=layout, **asked)
             call.both()  # the second call is made with what is kept of the first
-            found = call.both()
+            results = call.both()
             lengths = documents or (total,)
-            own = token_indices(
+            indices = token_indices(
                 cu_seqlens=[0, *itertools.accumulate(lengths)], layout=layout, rank=rank, world_size=size
             )
-            axis, own = (0 if documents else 1), own.to(device)
+            axis, indices = (0 if documents else 1), indices.to(device)
             worst = 0.0
-            for ours, one, exact_one in zip(found, alone, right, strict=True):
-                mine = exact_one.index_select(axis, own)
-                limit = 2 * (one.index_select(axis, own).float() - mine).abs().max() + least * mine.abs().max()
+            for ours, one, exact_one in zip(results, alone, right, strict=True):
+                mine = exact_one.index_select(axis, indices)
+                limit = 2 * (one.index_select(axis, indices).float() - mine).abs().max() + least * mine.abs().max()
                 worst = max(worst, float((ours.float() - mine).abs().max() / limit))
             share = torch.tensor([worst], device=device)
             dist.all_reduce(share, dist.ReduceOp.MAX)
@@ -302,13 +302,13 @@ def _without_messages(problem: SharedProblem, device: torch.device) -> Measured:
     some = [tuple(t[:, end - n : end] for t, n in ((q, chunk), (k, end), (v, end), (do, chunk))) for end in ends]
     streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
 
-    def forward(*given: torch.Tensor) -> torch.Tensor:
+    def forward(*tensors: torch.Tensor) -> torch.Tensor:
         here = torch.cuda.current_stream(device)
         outs = []
         for i, stream in enumerate(streams):
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
-                outs.append(flash_attn_func(*given[3 * i : 3 * i + 3], causal=True))
+                outs.append(flash_attn_func(*tensors[3 * i : 3 * i + 3], causal=True))
         for stream in streams:
             here.wait_stream(stream)
         return torch.cat(outs, 1)
@@ -331,10 +331,10 @@ def host_milliseconds(call: Any, device: torch.device, count: int = 50) -> float
 def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     """The parts, on every rank."""
     body: dict[str, Any] = {"format": FORMAT, "environment": environment(device), "ranks": dist.get_world_size()}
-    began, wanted = time.monotonic(), options["do"]
+    began, measurements = time.monotonic(), options["do"]
     if device.type == "cpu":
         measure_ranks.ROUND_MS = 0.0  # two calls a round
-        wanted = [name for name in wanted if name not in ON_GPUS]
+        measurements = [name for name in measurements if name not in ON_GPUS]
     for name in options["switches"]:
         setattr(*SWITCHES[name], True)
     body["switches"] = options["switches"]
@@ -367,7 +367,7 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         "peers": [(peers, name, True) for name in PROBLEMS],
         "check_all": [(every,)],
     }
-    for name in wanted:
+    for name in measurements:
         for run, *arguments in runs[name]:
             part(name, run, *arguments)
     if dist.get_rank() == 0:
@@ -417,13 +417,13 @@ def main() -> None:
     if unknown := [name for name in options.do.split(",") if name not in PARTS]:
         parser.error(f"--do has {unknown[0]!r}; it may have {', '.join(PARTS)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    given = {"out": str(options.out.resolve()), "repeats": options.repeats, "seconds": options.seconds}
-    given |= {"do": wanted, "switches": switches}
+    job_options = {"out": str(options.out.resolve()), "repeats": options.repeats, "seconds": options.seconds}
+    job_options |= {"do": wanted, "switches": switches}
     if options.rank is None:
-        body = on_ranks(options.ranks, options.backend, job, given)
+        body = on_ranks(options.ranks, options.backend, job, job_options)
     else:
         measure_ranks.GROUP_SECONDS = SLOW_SECONDS
-        body = join_ranks(options.rank, options.ranks, str(options.folder.resolve()), options.backend, job, given)
+        body = join_ranks(options.rank, options.ranks, str(options.folder.resolve()), options.backend, job, job_options)
     checks = [body.get(name, []) for name in ("check", "check_all")]
     wrong = any(not isinstance(rows, list) or any(not row["ok"] for row in rows) for rows in checks)
     differing = body.get("repeats", {})

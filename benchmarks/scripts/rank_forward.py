@@ -190,13 +190,13 @@ def compile_ahead() -> dict[str, Any]:
 
 
 def main() -> None:
-    given = options(__doc__, "rank_forward", 20.0).parse_args()
+    arguments = options(__doc__, "rank_forward", 20.0).parse_args()
     device_or_exit()
-    faulthandler.dump_traceback_later(given.seconds + 15, exit=True)
+    faulthandler.dump_traceback_later(arguments.seconds + 15, exit=True)
     parts: list[tuple[str, Callable[[], Any]]] = [("kernels", compile_ahead)]
     parts += [(name, lambda name=name: measured(name)) for name in CASES]
     parts += [(name, lambda name=name: measured_ring(name)) for name in RINGS]
-    run_parts(parts, given.seconds, given.out / "rank_forward.json")
+    run_parts(parts, arguments.seconds, arguments.out / "rank_forward.json")
 
 
 if __name__ == "__main__":

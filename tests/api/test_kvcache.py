@@ -154,13 +154,13 @@ def test_low_precision(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_int_for_all_lengths_and_none_for_full(device: str) -> None:
-    given = Step(seqlen_new=0).arguments(torch.float32, device)
-    lengths = given.pop("cache_seqlens")
+    arguments = Step(seqlen_new=0).arguments(torch.float32, device)
+    lengths = arguments.pop("cache_seqlens")
     for value in (0, 7, 40):
-        many = flash_attn_with_kvcache(**given, cache_seqlens=torch.full_like(lengths, value))
-        assert torch.equal(flash_attn_with_kvcache(**given, cache_seqlens=value), many)
-    torch.testing.assert_close(flash_attn_with_kvcache(**given), many)
-    assert not flash_attn_with_kvcache(**given, cache_seqlens=0).any()
+        many = flash_attn_with_kvcache(**arguments, cache_seqlens=torch.full_like(lengths, value))
+        assert torch.equal(flash_attn_with_kvcache(**arguments, cache_seqlens=value), many)
+    torch.testing.assert_close(flash_attn_with_kvcache(**arguments), many)
+    assert not flash_attn_with_kvcache(**arguments, cache_seqlens=0).any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -298,15 +298,15 @@ def test_so_does_one_of_a_full_cache(kernel: str | None) -> None:
 
 
 def test_gradients_are_refused_when_they_are_asked_for() -> None:
-    given = Step().arguments(torch.float64, "cpu")
-    given["q"].requires_grad_()
-    given["k_cache"].requires_grad_()
-    out = flash_attn_with_kvcache(**given)
+    arguments = Step().arguments(torch.float64, "cpu")
+    arguments["q"].requires_grad_()
+    arguments["k_cache"].requires_grad_()
+    out = flash_attn_with_kvcache(**arguments)
     assert out.requires_grad
     with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache has no gradients"):
         out.sum().backward()
     with torch.no_grad():
-        assert not flash_attn_with_kvcache(**given).requires_grad
+        assert not flash_attn_with_kvcache(**arguments).requires_grad
 
 
 def test_paged_varlen_equals_packed_varlen_and_has_no_gradients() -> None:

@@ -68,14 +68,14 @@ def test_a_loaded_cpu_is_said_above_the_times(load, told):
 
 
 def test_the_header_counts_and_the_footer_explains_what_is_shown():
-    found = results()
-    found.settings |= {"seed": 0, "warmup": 1, "rounds": 5, "check": True}
-    found.rows[0] = replace(found.rows[0], timing=summarise([1.0, 3.0, 2.0], 1, "m"))
-    text = printed(found)
+    outcome = results()
+    outcome.settings |= {"seed": 0, "warmup": 1, "rounds": 5, "check": True}
+    outcome.rows[0] = replace(outcome.rows[0], timing=summarise([1.0, 3.0, 2.0], 1, "m"))
+    text = printed(outcome)
     assert "warm-up 1 call and" in text and "5 rounds of 1 iteration, interleaved" in text
     assert not re.search(r"\bgain\b", text), "one kernel gains over none"
-    found.rows[1] = replace(found.rows[1], timing=summarise([0.5, 0.4, 0.3], 7, "m"))
-    text = printed(found)
+    outcome.rows[1] = replace(outcome.rows[1], timing=summarise([0.5, 0.4, 0.3], 7, "m"))
+    text = printed(outcome)
     assert "5 rounds of 1 to 7 iterations" in text and len(re.findall(r"\bgain\b", text)) == 2, (
         "the column and its line"
     )

@@ -239,13 +239,13 @@ def test_files_that_cannot_be_read_or_written(files, tmp_path):
 
 def test_another_device_or_another_clock(files, tmp_path):
     a, b = files("a.json"), files("b.json", device="Other GPU")
-    done = invoke(a, b)
-    assert done.exit_code == 2 and "'Fake GPU'" in done.output and "--across-devices" in done.output
+    outcome = invoke(a, b)
+    assert outcome.exit_code == 2 and "'Fake GPU'" in outcome.output and "--across-devices" in outcome.output
     assert invoke(a, b, "--across-devices").exit_code == 0
     graph = tmp_path / "graph.json"
     graph.write_text(a.read_text().replace("host clock", "CUDA-graph replay"))
-    done = invoke(a, graph)
-    assert done.exit_code == 2 and "CUDA-graph replay" in done.output
+    outcome = invoke(a, graph)
+    assert outcome.exit_code == 2 and "CUDA-graph replay" in outcome.output
 
 
 def test_nothing_in_common():

@@ -275,15 +275,15 @@ def test_tables_sort_and_filter_in_a_browser(results, invoke, tmp_path):
     tested = tmp_path / "tested.html"
     tested.write_text(text.replace("</body>", f"<script>addEventListener('load', () => {{{steps}}})</script></body>"))
     dom = browse(tmp_path, tested, "--virtual-time-budget=5000", "--dump-dom")
-    found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]))
+    page = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]))
     order = sorted(((ms * scale, tag) for scale in (1, 2) for tag, ms in TIMES.items()))
-    assert found["up"] == [tag for _, tag in order] + ["mma(naive)"], "rows without a time come last"
-    assert found["down"] == ["mma(naive)"] + [tag for _, tag in reversed(order)]
-    assert found["tags"] == sorted(found["tags"], key=str.lower) or set(found["tags"]) == {*TIMES, "mma(naive)"}
-    assert found["filtered"] == ["B1 H8 N2048 D64 f16"]
-    assert found["dark"] == ["none", "inline"]
+    assert page["up"] == [tag for _, tag in order] + ["mma(naive)"], "rows without a time come last"
+    assert page["down"] == ["mma(naive)"] + [tag for _, tag in reversed(order)]
+    assert page["tags"] == sorted(page["tags"], key=str.lower) or set(page["tags"]) == {*TIMES, "mma(naive)"}
+    assert page["filtered"] == ["B1 H8 N2048 D64 f16"]
+    assert page["dark"] == ["none", "inline"]
     if "<img" in text:
-        assert found["image"] == [True, True], "the picture is drawn from the page itself"
+        assert page["image"] == [True, True], "the picture is drawn from the page itself"
 
 
 @NEEDS_BROWSER
@@ -307,13 +307,13 @@ def test_rows_are_one_line_high_and_a_phone_is_wide_enough(results, invoke, tmp_
     page.write_text(text.replace("</body>", f"<script>addEventListener('load', () => {{{steps}}})</script></body>"))
     for width in (500, 1280):  # headless Chromium has no window below 500
         dom = browse(tmp_path, page, f"--window-size={width},900", "--virtual-time-budget=5000", "--dump-dom")
-        found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]))
-        assert found["high"] < 1.5 * found["low"] < 60, "a row of the tables is one line"
-        assert found["wide"] <= 0, "the page itself does not scroll sideways"
-        assert all(wider == told for wider, told in found["more"]), "what scrolls says so, and nothing else"
+        sizes = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]))
+        assert sizes["high"] < 1.5 * sizes["low"] < 60, "a row of the tables is one line"
+        assert sizes["wide"] <= 0, "the page itself does not scroll sideways"
+        assert all(wider == told for wider, told in sizes["more"]), "what scrolls says so, and nothing else"
         if width == 500:
-            assert any(wider for wider, _ in found["more"])
-        assert found["letters"] > 0.6, "letters of 9 points stay above 7 pixels"
+            assert any(wider for wider, _ in sizes["more"])
+        assert sizes["letters"] > 0.6, "letters of 9 points stay above 7 pixels"
 
 
 @NEEDS_BROWSER

@@ -217,14 +217,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_model_times_its_phases_apart(tiny: str) -> None:
     suite = ModelSuite(CPU, [tiny], [16, 24], ("sdpa", "auto", "eager"), batch=2, dtype="f32", steps=3, warmup=1)
-    found = run_suite(suite, CPU)
-    assert found.complete and not found.failed and not found.messages
-    assert [(r["seqlen"], r["attention"]) for r in found.rows[:3]] == [(16, "sdpa"), (16, "auto"), (16, "eager")]
-    for row in found.rows:
+    outcome = run_suite(suite, CPU)
+    assert outcome.complete and not outcome.failed and not outcome.messages
+    assert [(r["seqlen"], r["attention"]) for r in outcome.rows[:3]] == [(16, "sdpa"), (16, "auto"), (16, "eager")]
+    for row in outcome.rows:
         for phase in ("forward", "backward", "optimizer"):
             assert 0 < row[f"{phase}_avg"] < row[f"{phase}_total"]
         assert row["step_avg"] > row["forward_avg"] and row["tokens"] > 0
-    assert found.rows[0]["speedup"] == 1.0
+    assert outcome.rows[0]["speedup"] == 1.0
     said = [note for note in suite.notes if note.startswith("auto runs")]
     assert said and "tiny N16" in " ".join(said) and "backward tiled" in said[0]
     assert not any("sdpa runs" in note or "eager runs" in note for note in suite.notes)

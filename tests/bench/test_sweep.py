@@ -79,13 +79,15 @@ def test_a_killed_sweep_goes_on_with_nothing_lost_or_done_twice(folder):
     assert worker and not any(map(alive, worker)), "the worker must not outlive its sweep"
     with journal.open("ab") as file:
         file.write(b'{"key": "torn in the middle of a li')
-    done = subprocess.run(command(), env=child_environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(
+        command(), env=child_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert process.returncode == 0, process.stderr
     after = lines_of(journal)
     assert after[: len(before)] == before, "what was done is not done again"
     keys = Counter(json.loads(line)["key"] for line in after[1:])
     assert len(keys) == 8 and set(keys.values()) == {1}
-    assert f"8 cells, {len(before) - 1} of them done before" in done.stderr
+    assert f"8 cells, {len(before) - 1} of them done before" in process.stderr
     results = load_results(folder / "out" / "sweep.json")
     assert {row.problem for row in results} == set(keys) and {row.status for row in results} == {"ok"}
     lines = list(csv.DictReader((folder / "out" / "sweep.csv").open()))

@@ -155,13 +155,13 @@ def test_every_line_of_the_baseline_logs_can_be_run(script):
 
 
 def test_blocks_show_the_fastest_beside_torch_and_the_ceiling(script, tmp_path):
-    made = {"block": "hgemm", "group": "8192 f16", "ok": True, "gigabytes_per_second": None, "message": ""}
+    row = {"block": "hgemm", "group": "8192 f16", "ok": True, "gigabytes_per_second": None, "message": ""}
     rows = [
-        made | {"tag": "torch", "milliseconds": 1.0, "tflops": 800.0, "versus_torch": 1.0, "of_ceiling": 1.3},
-        made | {"tag": "a", "milliseconds": 4.0, "tflops": 200.0, "versus_torch": 0.25, "of_ceiling": 0.3},
-        made | {"tag": "b", "milliseconds": 2.0, "tflops": 400.0, "versus_torch": 0.5, "of_ceiling": 0.6},
-        made | {"tag": "wrong", "ok": False, "milliseconds": None, "tflops": None, "versus_torch": None},
-        made | {"tag": "ceiling 8 warps", "milliseconds": 1.5, "tflops": 600.0, "versus_torch": None, "of_ceiling": 1},
+        row | {"tag": "torch", "milliseconds": 1.0, "tflops": 800.0, "versus_torch": 1.0, "of_ceiling": 1.3},
+        row | {"tag": "a", "milliseconds": 4.0, "tflops": 200.0, "versus_torch": 0.25, "of_ceiling": 0.3},
+        row | {"tag": "b", "milliseconds": 2.0, "tflops": 400.0, "versus_torch": 0.5, "of_ceiling": 0.6},
+        row | {"tag": "wrong", "ok": False, "milliseconds": None, "tflops": None, "versus_torch": None},
+        row | {"tag": "ceiling 8 warps", "milliseconds": 1.5, "tflops": 600.0, "versus_torch": None, "of_ceiling": 1},
     ]
     other = {"block": "softmax", "group": "2x2 f32", "tag": "torch", "ok": True, "milliseconds": 3.0}
     path = write(tmp_path, "x", {"rows": [*rows, other]})
@@ -432,8 +432,13 @@ def test_a_target_is_met_by_the_fastest_tag_against_the_peer(script):
     targets = script("mma_targets")
     target = targets.Target("g", PROBLEM, "(flash)", 1.1)
     results = Results({}, {}, [timed("mma(a)", 2.0), timed("mma(b)", 1.0), timed("(flash)", 1.1)])
-    found = targets.judged(target, results)
-    assert (found.tag, found.ratio, found.met, found.tags) == ("mma(b)", 1.1, True, {"mma(a)": 2.0, "mma(b)": 1.0})
+    verdict = targets.judged(target, results)
+    assert (verdict.tag, verdict.ratio, verdict.met, verdict.tags) == (
+        "mma(b)",
+        1.1,
+        True,
+        {"mma(a)": 2.0, "mma(b)": 1.0},
+    )
     results.rows[1] = timed("mma(b)", None, "FAIL")
     missed = targets.judged(target, results)
     assert (missed.tag, missed.met, missed.failed) == ("mma(a)", False, {"mma(b)": "FAIL: why"})
@@ -441,7 +446,7 @@ def test_a_target_is_met_by_the_fastest_tag_against_the_peer(script):
     results.skipped.append(Skipped("P", "(flash)", "not here"))
     unknown = targets.judged(target, results)
     assert unknown.ratio is None and not unknown.met and unknown.failed["(flash)"] == "not here"
-    text = "\n".join(targets.table([found, missed, unknown]))
+    text = "\n".join(targets.table([verdict, missed, unknown]))
     assert (
         "1.100  1.10 pass" in text and "0.550  1.10 MISS" in text and "not run" in text and "1 of 3 targets met" in text
     )

@@ -50,14 +50,14 @@ def test_every_name_that_a_step_gives_is_known(script, tmp_path):
         "--kernels": lambda text: [registry.get(tag) for tag in words_of(text)],
         "--tag": lambda tag: selection_of((tag,)),
     }
-    asked = [
+    options = [
         (option, value)
         for step in script.steps(tmp_path, tmp_path / "peers.py")
         for option, value in zip(step.words, step.words[1:], strict=False)
         if option in resolvers
     ]
-    assert {option for option, _ in asked} == set(resolvers)
-    for option, value in asked:
+    assert {option for option, _ in options} == set(resolvers)
+    for option, value in options:
         assert resolvers[option](value), (option, value)
     with pytest.raises(ValueError, match="unknown"):
         resolvers["--baselines"]("cudnnn,efficient")

@@ -92,14 +92,14 @@ def test_a_further_run_adds_what_is_lacking_and_touches_no_row(
 def test_a_problem_that_ended_the_process_is_told_and_not_run_again(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, measured = script.time_problem, []
+    time_problem, measured = script.time_problem, []
 
     def ends(asked: Any, number: int, given: Any) -> Any:
         if number == 1 and 1 not in measured:
             measured.append(1)
             raise SystemExit(9)
         measured.append(number)
-        return kept(asked, number, given)
+        return time_problem(asked, number, given)
 
     monkeypatch.setattr(script, "time_problem", ends)
     with pytest.raises(SystemExit):

@@ -37,16 +37,18 @@ def test_files_are_joined_and_the_last_one_wins(script: ModuleType, tmp_path: Pa
     a = file(tmp_path / "a.json", "aaa", {("minilm", "default"): 9.0, ("wan", "default"): 4.0, ("wan", "cudnn"): 2.0})
     b = file(tmp_path / "b.json", "bbb", {("minilm", "default"): 1.0, ("minilm", "flashlane"): 0.5})
     assert script.main([str(a), str(b)]) == 0
-    found = json.loads(script.RESULTS.read_text())
-    assert [(r["workload"], r["ms"], r["speedup"], r["to_cudnn"]) for r in found["rows"]] == [
+    joined = json.loads(script.RESULTS.read_text())
+    assert [(r["workload"], r["ms"], r["speedup"], r["to_cudnn"]) for r in joined["rows"]] == [
         ("wan", 4.0, 1.0, 0.5),
         ("wan", 2.0, 2.0, 1.0),
         ("minilm", 1.0, 1.0, None),
         ("minilm", 0.5, 2.0, None),
     ]
-    assert [row.get("commit") for row in found["rows"]] == ["aaa", "aaa", None, None]
-    assert found["environment"]["script"] == "benchmarks/scripts/e2e.py" and found["settings"]["workloads"][0] == "wan"
-    assert found["messages"] == ["aaa", "bbb"] and not any("old" in note for note in found["notes"])
+    assert [row.get("commit") for row in joined["rows"]] == ["aaa", "aaa", None, None]
+    assert (
+        joined["environment"]["script"] == "benchmarks/scripts/e2e.py" and joined["settings"]["workloads"][0] == "wan"
+    )
+    assert joined["messages"] == ["aaa", "bbb"] and not any("old" in note for note in joined["notes"])
     assert script.main(["--check"]) == 0
     script.RESULTS.write_text(script.RESULTS.read_text().replace("0.5", "0.4"))
     assert script.main(["--check"]) == 1

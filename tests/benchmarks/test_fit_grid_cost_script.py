@@ -44,15 +44,15 @@ def test_the_fit_finds_the_coefficients_that_made_the_times(fit: ModuleType) -> 
     timings = ROOT / "benchmarks" / "results" / "choices_triton_forward.json"
     rows = fit.rows_of("triton_forward", [timings])
     known, shared = fit.triton_cost.coefficients()
-    made = [row for row in rows if all(part.name in known for part in row.parts)]
-    for row in made:
+    of_known_parts = [row for row in rows if all(part.name in known for part in row.parts)]
+    for row in of_known_parts:
         times = []
         for part in row.parts:
             one = known[part.name]
             times.append(part.grid.time(one.one, 132, part.resident, one.fixed) + shared["launch"])
         row.microseconds = sum(times) + shared["combine"] * sum(part.grid.splits > 1 for part in row.parts)
-    model = fit.fit(made, 5, {name: shared[name] for name in ("launch", "combine")})
-    summary = fit.judged("made", made, model, 0)
+    model = fit.fit(of_known_parts, 5, {name: shared[name] for name in ("launch", "combine")})
+    summary = fit.judged("made", of_known_parts, model, 0)
     assert summary["problems"] > 30 and summary["error_within_problems"] < 0.06, summary
     assert summary["mean_regret"] < 0.005, summary
 

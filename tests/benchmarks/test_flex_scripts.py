@@ -77,16 +77,22 @@ def test_each_named_mask_gives_one_table_by_three_ways(
 
 def test_cells_are_timed_compared_and_judged(speed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = bench.Settings(rounds=1, round_ms=0.01, warmup_ms=0.01, warmup=1, max_iterations=1)
-    kept: list[int] = []
+    counts: list[int] = []
     rows = speed.run(
-        CPU, ["triton"], settings, 60, shrink=128, words=["documents", "D64"], keep=lambda rows: kept.append(len(rows))
+        CPU,
+        ["triton"],
+        settings,
+        60,
+        shrink=128,
+        words=["documents", "D64"],
+        keep=lambda rows: counts.append(len(rows)),
     )
     assert [row["cell"] for row in rows[::2]] == [
         "causal documents 32k",
         "causal 4096 D64, linear",
         "causal 4096 D64, tanh",
     ]
-    assert kept == list(range(1, 7))
+    assert counts == list(range(1, 7))
     for row in rows:
         assert row["wrong"] == [] and set(row["tflops"]) >= {"flashlane", "native"}
         assert set(row["failed"]) == ({"triton"} if row["direction"] == "backward" else set()), (
@@ -135,13 +141,13 @@ def test_pairs_are_those_of_the_masks(speed: ModuleType) -> None:
 def test_cells_in_processes_give_the_same_rows(speed: ModuleType) -> None:
     processes = importlib.import_module("flex_processes")
     settings = bench.Settings(rounds=1, round_ms=0.01, warmup_ms=0.01, warmup=1, max_iterations=1)
-    kept: list[int] = []
+    counts: list[int] = []
     given = CPU, ["triton"], settings, 120, 120
-    rows = processes.run(*given, shrink=128, words=["D64, tanh"], keep=lambda rows: kept.append(len(rows)))
+    rows = processes.run(*given, shrink=128, words=["D64, tanh"], keep=lambda rows: counts.append(len(rows)))
     assert [(row["cell"], row["direction"]) for row in rows] == [
         ("causal 4096 D64, tanh", "forward"), ("causal 4096 D64, tanh", "backward")
     ]  # fmt: skip
-    assert all(row["wrong"] == [] and "flashlane" in row["tflops"] for row in rows) and kept[-1] == 2
+    assert all(row["wrong"] == [] and "flashlane" in row["tflops"] for row in rows) and counts[-1] == 2
     late = processes.run(CPU, [], settings, 0.0, 120, shrink=128, words=["D64, tanh"])
     assert late == [
         {"cell": "causal 4096 D64, tanh", "direction": "both", "failed": {"all": "still compiling after 0 s"}}

@@ -277,7 +277,7 @@ def test_bad_options_are_named(words: tuple[str, ...], message: str, small: Any,
 
 
 def test_what_racecheck_says_is_counted_by_who_meets_whom(scripts: Any) -> None:
-    said = """
+    log = """
 ========= Error: Race reported between Write access at bulk_load(unsigned int, const void *)+0x6560 in tma.cuh:47
 =========     and Read access at load_shared_float2(unsigned int)+0x1760 in ptx.cuh:74 [128 hazards]
 =========     and Read access at load_shared_float2(unsigned int)+0x1780 in ptx.cuh:74 [128 hazards]
@@ -286,7 +286,7 @@ def test_what_racecheck_says_is_counted_by_who_meets_whom(scripts: Any) -> None:
 =========     and Write access at store_shared(unsigned int, uint4)+0x62a0 in ptx.cuh:97 [16 hazards]
 ========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
-    assert scripts("sanitize").hazards(said) == {
+    assert scripts("sanitize").hazards(log) == {
         "write bulk_load (tma.cuh:47), read load_shared_float2 (ptx.cuh:74)": 2,
         "read load_shared_int4 (ptx.cuh:67), write store_shared (ptx.cuh:97)": 1,
     }

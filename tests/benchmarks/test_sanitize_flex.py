@@ -51,15 +51,15 @@ def test_operations_on_the_host_have_the_results_of_those_on_the_device(script: 
 
 
 def test_views_and_what_is_written_are_the_tensors_themselves(script: ModuleType) -> None:
-    whole = torch.zeros(4, 6)
+    base = torch.zeros(4, 6)
     with script.OnHost(CPU):
-        part = whole.T[1:5:2]
-        assert part.data_ptr() == whole.T[1:5:2].data_ptr()
+        part = base.T[1:5:2]
+        assert part.data_ptr() == base.T[1:5:2].data_ptr()
         same = part.add_(torch.arange(4.0))
         assert same is part and torch.arange(5.0)[2].item() == 2.0
         moved = part.to(torch.float64)
-    assert torch.equal(whole[:, 1], torch.arange(4.0)) and torch.equal(whole[:, 3], torch.arange(4.0))
-    assert whole[:, 0].sum() == 0 and torch.equal(moved, part.double())
+    assert torch.equal(base[:, 1], torch.arange(4.0)) and torch.equal(base[:, 3], torch.arange(4.0))
+    assert base[:, 0].sum() == 0 and torch.equal(moved, part.double())
 
 
 def test_every_case_is_run_and_judged(

@@ -28,15 +28,15 @@ def test_a_target_is_met_by_the_best_transport(script: ModuleType, tmp_path: Pat
     (tmp_path / "speed").mkdir()
     body = {"speed": [{"name": "8k", "rows": rows}, {"name": "4k", "error": "lost"}]}
     (tmp_path / "speed" / "context_parallel.json").write_text(json.dumps(body))
-    found = {(each["problem"], each["passes"], each["part"]): each for each in script.judged(tmp_path)}
-    assert len(found) == 2 * len(script.TARGETS)
-    assert found["8k", "forward", "speed"] | {"target": 0} == {
+    verdicts = {(each["problem"], each["passes"], each["part"]): each for each in script.judged(tmp_path)}
+    assert len(verdicts) == 2 * len(script.TARGETS)
+    assert verdicts["8k", "forward", "speed"] | {"target": 0} == {
         "problem": "8k", "passes": "forward", "target": 0, "part": "speed", "share": 0.99,
         "method": "allgather", "met": True,
     }  # fmt: skip
-    assert found["8k", "both", "speed"]["share"] == 0.955 and found["8k", "both", "speed"]["met"] is False
+    assert verdicts["8k", "both", "speed"]["share"] == 0.955 and verdicts["8k", "both", "speed"]["met"] is False
     for missing in (("4k", "forward", "speed"), ("8k", "forward", "switched")):
-        assert found[missing]["met"] is None
+        assert verdicts[missing]["met"] is None
 
 
 def test_one_rank_runs_under_the_sanitizer_and_none_in_a_rehearsal(script: ModuleType, tmp_path: Path) -> None:

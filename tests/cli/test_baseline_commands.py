@@ -67,16 +67,16 @@ def test_every_problem_is_on_the_disk_before_the_next_and_shown_beside_the_log(t
 
     problems = [make_problem(1, 1, n, 16, torch.float32) for n in (16, 24)]
     times = {"stops": 1.5, "(unfused)": 3.0}
-    found = [baseline.Line("a log", p, ("stops",), ("(unfused)",), times) for p in problems]
+    lines = [baseline.Line("a log", p, ("stops",), ("(unfused)",), times) for p in problems]
     with registry.table_of(Stops("stops")):
         how = {"settings": Settings(3, 0.1, 0.1, 1, 1), "check": True, "seed": 0}
-        results, saved, stopped = command.measure(found, torch.device("cpu"), tmp_path, **how)
+        results, saved, stopped = command.measure(lines, torch.device("cpu"), tmp_path, **how)
     assert stopped and [path.suffix for path in saved.paths] == [".json", ".csv"]
     rows = json.loads(saved.paths[0].read_text())["rows"]
     assert [row["tag"] for row in rows] == ["stops", "(unfused)"] and {row["status"] for row in rows} == {"ok"}
     console = make_console(width=100)
     with console.capture() as captured:
-        command.print_lines(found, results, console)
+        command.print_lines(lines, results, console)
     text = captured.get()
     assert re.search(r"torch \S+ · seed 0 · warm-up 1 call and 0.1 ms at least · 3 rounds of", text), (
         "as the logs begin"

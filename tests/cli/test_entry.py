@@ -84,14 +84,14 @@ except SystemExit:
         position = str(len(completing.split()) - 1)
         environment |= {"_FLASHLANE_COMPLETE": "complete_bash", "COMP_WORDS": completing, "COMP_CWORD": position}
         code = code.replace("main()\nexcept", "sys.argv[0] = 'flashlane'; main()\nexcept")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, *words.split()], env=environment, capture_output=True, text=True, check=False
     )
-    loaded = re.search(r"^LOADED (.*) OF FLASHLANE (.*)$", done.stdout, re.MULTILINE)
-    assert loaded, (done.stdout, done.stderr)
+    loaded = re.search(r"^LOADED (.*) OF FLASHLANE (.*)$", process.stdout, re.MULTILINE)
+    assert loaded, (process.stdout, process.stderr)
     assert set(loaded[1].split()) <= PACKAGES and set(loaded[2].split()) <= PARTS, loaded[0]
-    assert done.returncode == 0, done.stderr
-    assert not completing or len(done.stdout.splitlines()) > 1, "something is completed"
+    assert process.returncode == 0, process.stderr
+    assert not completing or len(process.stdout.splitlines()) > 1, "something is completed"
 
 
 @pytest.mark.parametrize(

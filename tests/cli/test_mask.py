@@ -22,14 +22,14 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_picture_is_the_mask() -> None:
-    rc, said = run("causal-documents", "--N", "6", "--lengths", "2,1,3", "--show", "--block-size", "2")
-    assert rc == 0, said
+    rc, output = run("causal-documents", "--N", "6", "--lengths", "2,1,3", "--show", "--block-size", "2")
+    assert rc == 0, output
     dense = mask_view.dense(mask_of("causal-documents", Parameters(6, lengths=(2, 1, 3))), 6)
-    drawn = [line[2:] for line in said.splitlines()[:3]]
+    drawn = [line[2:] for line in output.splitlines()[:3]]
     for row in range(6):
         cells = drawn[row // 2].ljust(6)
         assert [c in ("█", "▀▄"[row % 2]) for c in cells] == dense[row].tolist(), row
-    assert "6 tokens in blocks of 2: 1 full, 3 partial and 5 hidden of 9" in said or "of 9" in said
+    assert "6 tokens in blocks of 2: 1 full, 3 partial and 5 hidden of 9" in output or "of 9" in output
 
 
 def test_counts_are_those_of_the_lists() -> None:

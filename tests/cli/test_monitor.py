@@ -45,14 +45,14 @@ def test_a_program_that_fails_is_a_reason(monkeypatch, tmp_path):
 
 def test_a_line_for_each_look_then_the_summary_and_the_file(invoke, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.Nvml())
-    done = invoke("--interval", "0.1", "--seconds", "0.35", "--out", "gpu.csv")
-    assert done.exit_code == 0, done.output
-    assert "0 NVIDIA H100 · SM MHz 1100 · mem MHz 2619 · W 350 · °C – · MiB 1024 · busy % 50" in done.stdout
-    assert "limits: 1980 MHz, 700 W" in done.stdout and "slowed by thermal (software)" in done.stdout
+    outcome = invoke("--interval", "0.1", "--seconds", "0.35", "--out", "gpu.csv")
+    assert outcome.exit_code == 0, outcome.output
+    assert "0 NVIDIA H100 · SM MHz 1100 · mem MHz 2619 · W 350 · °C – · MiB 1024 · busy % 50" in outcome.stdout
+    assert "limits: 1980 MHz, 700 W" in outcome.stdout and "slowed by thermal (software)" in outcome.stdout
     rows = list(csv.DictReader(Path("gpu.csv").read_text().splitlines()))
     clocks = [float(row["sm_clock"]) for row in rows]
     assert len(rows) >= 3 and clocks == sorted(clocks) and clocks[0] == 1100
-    least, _, most = next(line for line in done.stdout.splitlines() if line.startswith("SM MHz")).split()[2:]
+    least, _, most = next(line for line in outcome.stdout.splitlines() if line.startswith("SM MHz")).split()[2:]
     assert (float(least), float(most)) == (min(clocks), max(clocks))
 
 

@@ -153,13 +153,13 @@ COMMANDS = [
 def test_what_commands_print_fits_the_terminal(files, monkeypatch, words, width):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERMINAL_WIDTH", str(width))
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code in (0, 1), (done.output, done.exception)
-    lines = [line for line in done.stdout.splitlines() if not line.startswith(("wrote ", "/"))]
+    outcome = CliRunner().invoke(app, words)
+    assert outcome.exit_code in (0, 1), (outcome.output, outcome.exception)
+    lines = [line for line in outcome.stdout.splitlines() if not line.startswith(("wrote ", "/"))]
     too_long = [line for line in lines if len(line.rstrip()) > width]
     assert not too_long, too_long
-    if "see the JSON file" in re.sub(r"\s+", " ", done.stdout):
-        assert re.search(r"wrote \S+\.json", done.stdout), "there is such a file"
+    if "see the JSON file" in re.sub(r"\s+", " ", outcome.stdout):
+        assert re.search(r"wrote \S+\.json", outcome.stdout), "there is such a file"
     mark = r"[\w.]…" if "--help" in words else r"[\w.]…|…\s"  # a help's own sentences have lists that go on
     cut = [line for line in lines if re.search(mark, line) and "flashlane" not in line]
     assert not cut, cut

@@ -58,14 +58,14 @@ def cached(**changes: Any) -> Inputs:
 
 def paged(**changes: Any) -> Inputs:
     """Two sequences of up to three pages of five rows."""
-    made: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         "q": torch.randn(2, 3, 4, 8),
         "k": torch.randn(9, 5, 2, 8),
         "v": torch.randn(9, 5, 2, 8),
         "seqused_k": ints(15, 6),
         "block_table": ints([8, 0, 3], [1, 2, -1]),
     }
-    return Inputs(**{**made, **changes})
+    return Inputs(**{**tensors, **changes})
 
 
 def paged_varlen(**changes: Any) -> Inputs:
@@ -261,14 +261,14 @@ def test_a_cache_has_no_gradients(make: Any) -> None:
 
 def checks(monkeypatch: pytest.MonkeyPatch, calls: list[Inputs]) -> int:
     """How many of these calls were checked rather than remembered."""
-    seen = []
+    checked = []
     real = AttentionProblem._checked.__func__
     monkeypatch.setattr(problem_module, "_VALIDATED", {})
-    monkeypatch.setattr(AttentionProblem, "_checked", classmethod(lambda *a: seen.append(a) or real(*a)))
+    monkeypatch.setattr(AttentionProblem, "_checked", classmethod(lambda *a: checked.append(a) or real(*a)))
     results = [AttentionProblem.from_inputs(inputs) for inputs in calls]
     monkeypatch.undo()
     assert all(result == AttentionProblem.from_inputs(inputs) for result, inputs in zip(results, calls, strict=True))
-    return len(seen)
+    return len(checked)
 
 
 def on_meta(inputs: Inputs) -> Inputs:

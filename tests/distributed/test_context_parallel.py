@@ -35,14 +35,14 @@ _expected: dict[Case, dict[str, numpy.ndarray]] = {}
 
 def differences(pool: RankPool, case: Case, ranks: int) -> dict[str, float]:
     """The results that are further from one process's than the tolerance, relative to the largest value or 1."""
-    found = cases.assembled(case, pool.run(cases.on_rank, case, ranks, ranks=list(range(ranks))))
+    results = cases.assembled(case, pool.run(cases.on_rank, case, ranks, ranks=list(range(ranks))))
     how = {"method": "allgather", "layout": "zigzag", "heads_k_stride": None, "transport": "messages", "again": False}
     how |= {"polled": False, "shared": False, "parted": False}
     key = Case(**{**vars(case), **how})
     if key not in _expected:
         _expected[key] = cases.expected(case)
     right = _expected[key]
-    worst = cases.worst_difference(found, right)
+    worst = cases.worst_difference(results, right)
     sizes = {name: numpy.abs(values[numpy.isfinite(values)]).max(initial=1.0) for name, values in right.items()}
     return {name: value for name, value in worst.items() if not value <= TOLERANCE * sizes[name]}
 

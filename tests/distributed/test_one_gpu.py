@@ -71,12 +71,12 @@ def test_ranks_of_one_gpu(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--seconds", "150"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     file = tmp_path / "ranks_on_one_gpu.json"
-    shown = done.stdout[-3000:] + done.stderr[-2000:]
-    assert file.exists(), shown
+    output = done.stdout[-3000:] + done.stderr[-2000:]
+    assert file.exists(), output
     parts = json.loads(file.read_text())
     # A machine may refuse CUDA IPC, and with it two processes; torch may refuse two ranks on one GPU.
     apart = [each for each in parts if each["part"] in ("two processes", "symmetric memory")]
     found = [each for each in parts if each not in apart]
     wrong = [each for each in found if each.get("ok") is False or "skipped" in each]
     wrong += [each for each in apart if each.get("ok") is False and "ranks" in each]
-    assert len(found) > 5 and not wrong, shown
+    assert len(found) > 5 and not wrong, output

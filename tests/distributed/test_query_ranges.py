@@ -24,14 +24,14 @@ def blocks_of_rank(division: Division, rank: int) -> list[Block]:
 
 def shown_by_ranges(like: Block, ranges: QueryRanges, rows: int, keys: slice) -> Pairs:
     """Rows and keys that see each other by the rule of the kernel: key i + shift is on a range's diagonal."""
-    found: Pairs = set()
+    pairs: Pairs = set()
     for row in range(rows):
         second = row >= ranges.rows
         diagonal = row - ranges.rows * second + ranges.shifts[second]
         for key in range(keys.stop - keys.start):
             if (like.left < 0 or diagonal - like.left <= key) and (like.right < 0 or key <= diagonal + like.right):
-                found.add((row, keys.start + key))
-    return found
+                pairs.add((row, keys.start + key))
+    return pairs
 
 
 @given(st.integers(0, 61), st.integers(1, 4), st.data(), SIDES, SIDES)
@@ -71,14 +71,14 @@ def test_all_blocks_of_a_rank_are_ranges_of_one_launch(
     assert (blocks is None) == (not calls.calls)
     if blocks is None:
         return
-    of_launch, found = window_of(blocks), set()
+    of_launch, pairs = window_of(blocks), set()
     for each in ranges_of(blocks).sequences:
         for row in range(each.q_stop - each.q_first):
             for key in range(each.k_stop - each.k_first):
                 apart = row + each.alignment - key
                 if (of_launch[0] < 0 or apart <= of_launch[0]) and (of_launch[1] < 0 or -apart <= of_launch[1]):
-                    found.add((each.q_first + row, each.k_first + key))
-    assert found == shown(calls.blocks)
+                    pairs.add((each.q_first + row, each.k_first + key))
+    assert pairs == shown(calls.blocks)
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 500), st.integers(0, 500))

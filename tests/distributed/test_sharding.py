@@ -36,13 +36,13 @@ def there_and_back(layout: str, cu_seqlens: list[int] | None, on_mesh: bool) -> 
     order = token_indices(
         None if cu_seqlens else total, **{**where, "group": None}, rank=dist.get_rank(), world_size=size
     )
-    whole = unshard_sequence(shard, **where, **({} if cu_seqlens else {"seqlen": total}))
-    (whole * (dist.get_rank() + 1)).sum().backward()
+    gathered = unshard_sequence(shard, **where, **({} if cu_seqlens else {"seqlen": total}))
+    (gathered * (dist.get_rank() + 1)).sum().backward()
     share = torch.zeros_like(x).index_fill_(1, order, size * (size + 1) / 2)
     bounds = cu_seqlens or [0, total]
     positions = torch.cat([torch.arange(stop - first) for first, stop in itertools.pairwise(bounds)])
     same = torch.equal(shard_sequence(positions, 0, **where), position_ids(None if cu_seqlens else total, **where))
-    return [torch.equal(shard, x[:, order]), torch.equal(whole, x), torch.equal(x.grad, share), same]
+    return [torch.equal(shard, x[:, order]), torch.equal(gathered, x), torch.equal(x.grad, share), same]
 
 
 @pytest.mark.slow

@@ -29,13 +29,13 @@ class Event:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    found = SimpleNamespace(now=100.0)
+    time = SimpleNamespace(now=100.0)
     Stream.enqueued = Stream.done = 0
-    monkeypatch.setattr(peer_memory.time, "monotonic", lambda: found.now)
+    monkeypatch.setattr(peer_memory.time, "monotonic", lambda: time.now)
     monkeypatch.setattr(peer_memory.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
-    return found
+    return time
 
 
 def test_the_last_call_of_a_second_is_watched_though_the_host_makes_no_more(clock: SimpleNamespace) -> None:

@@ -51,11 +51,11 @@ def lose_a_rank(how: str) -> float:
 @pytest.mark.parametrize("how", ["it never calls", "its call is another", "it ends"])
 def test_a_rank_is_lost(pool: RankPool, how: str) -> None:
     """After an earlier call, or before the first one: the others know within the group's timeout."""
-    found = pool.outcomes(lose_a_rank, how)
-    assert found[0][0] == "ok", found[0]
-    assert found[0][1] < GROUP_SECONDS, "the timeout of another group was waited for"
+    outcomes = pool.outcomes(lose_a_rank, how)
+    assert outcomes[0][0] == "ok", outcomes[0]
+    assert outcomes[0][1] < GROUP_SECONDS, "the timeout of another group was waited for"
     if how == "it ends":
-        assert found[1][1][0] == "EOFError"
+        assert outcomes[1][1][0] == "EOFError"
         pool.processes[1].join(10)
     else:
-        assert found[1][0] == "ok", found[1]
+        assert outcomes[1][0] == "ok", outcomes[1]

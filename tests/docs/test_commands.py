@@ -72,13 +72,13 @@ def lines_of(page: Path) -> list[str]:
 
 
 def cases() -> list:
-    found = {}
+    names = {}
     for page in PAGES:
         name = page.relative_to(ROOT).as_posix()
         if not name.startswith(OWN_WORDS):
             for line in lines_of(page):
-                found.setdefault(line, name)
-    return [pytest.param(line, id=f"{name}: {line}") for line, name in found.items()]
+                names.setdefault(line, name)
+    return [pytest.param(line, id=f"{name}: {line}") for line, name in names.items()]
 
 
 LINES = cases()
@@ -158,11 +158,11 @@ def test_a_line_that_measures_runs_up_to_the_measurement(line, place, monkeypatc
     for suite in (AttentionSuite, ModelSuite, E2ESuite):
         monkeypatch.setattr(suite, "measure", stop)
     device_rates.measure_rates.cache_clear()
-    done = invoke(line)
+    outcome = invoke(line)
     device_rates.measure_rates.cache_clear()
     if "--show-commands" in line:
-        assert done.exit_code == 0, done.output
-    elif done.exit_code == 2:
-        assert FOR_A_GPU.search(done.stderr), done.stderr
+        assert outcome.exit_code == 0, outcome.output
+    elif outcome.exit_code == 2:
+        assert FOR_A_GPU.search(outcome.stderr), outcome.stderr
     else:
-        assert done.exit_code == 130 and reached, done.output
+        assert outcome.exit_code == 130 and reached, outcome.output

@@ -337,18 +337,18 @@ def test_our_features_are_asked_of_the_kernels(tables):
 
 def resolves(name: str) -> bool:
     """Whether a dotted name is a module, or an attribute of one."""
-    module, rest = name, []
+    module, attributes = name, []
     while module:
         try:
-            found = importlib.import_module(module)
+            value = importlib.import_module(module)
         except ModuleNotFoundError:
             module, _, last = module.rpartition(".")
-            rest.insert(0, last)
+            attributes.insert(0, last)
             continue
-        for attribute in rest:
-            if not hasattr(found, attribute):
+        for attribute in attributes:
+            if not hasattr(value, attribute):
                 return False
-            found = getattr(found, attribute)
+            value = getattr(value, attribute)
         return True
     return False
 

@@ -49,14 +49,14 @@ def test_few_files_name_a_feature(pattern: str) -> None:
     root = ROOT / "src" / "flashlane"
     paths = [path for path in root.rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".md", ".jinja", ".html")]
     named = re.compile(pattern, re.IGNORECASE)
-    found = {path.relative_to(root).as_posix() for path in paths if named.search(path.read_text(encoding="utf-8"))}
-    assert len(found) <= MOST_FILES[pattern], sorted(found)
-    devices = {name for name in found if name.endswith((".cu", ".cuh"))}
+    files = {path.relative_to(root).as_posix() for path in paths if named.search(path.read_text(encoding="utf-8"))}
+    assert len(files) <= MOST_FILES[pattern], sorted(files)
+    devices = {name for name in files if name.endswith((".cu", ".cuh"))}
     place = "seqlen" if pattern == "page_size" else "score"
     assert devices == {f"cuda/attention/{place}.cuh"}, "no kernel names a feature"
-    assert not any(name.startswith(("bench/", "inspect/", "cli/", "tuning/")) for name in found), "these are generic"
+    assert not any(name.startswith(("bench/", "inspect/", "cli/", "tuning/")) for name in files), "these are generic"
     if pattern != "page_size":
-        assert found >= set(DECLARE)
+        assert files >= set(DECLARE)
 
 
 def test_of_context_parallelism_only_signatures_name_modifiers() -> None:

@@ -41,14 +41,14 @@ def compare(
     """Output, LSE and every gradient."""
     extra = extra or []
     out, lse = flashlane.flex_attention(*tensors, score_mod, block_mask, enable_gqa=True, return_lse=True)
-    wanted, wanted_lse = flex_oracle.attention(*tensors, score_mod, block_mask)
+    right, expected_lse = flex_oracle.attention(*tensors, score_mod, block_mask)
     close = {"rtol": 1e-8, "atol": 1e-8}
-    torch.testing.assert_close(out, wanted, **close)
-    torch.testing.assert_close(lse, wanted_lse, **close)
+    torch.testing.assert_close(out, right, **close)
+    torch.testing.assert_close(lse, expected_lse, **close)
     weights = torch.randn_like(out), torch.randn_like(lse)
     sums = [
         (o * weights[0]).sum() + torch.where(logs == -torch.inf, 0, logs * weights[1]).sum()
-        for o, logs in ((out, lse), (wanted, wanted_lse))
+        for o, logs in ((out, lse), (right, expected_lse))
     ]
     found, expected = (torch.autograd.grad(s, [*tensors, *extra], allow_unused=True) for s in sums)
     for a, b in zip(found, expected, strict=True):

@@ -213,15 +213,15 @@ def test_drawn_intervals_have_the_lists_of_their_pairs(seed: int) -> None:
     intervals = Intervals(starts, (starts + lengths).contiguous())
     visible = torch_flex.create_mask(interval_mask_mod(intervals), *shape[:2], shape[3], keys, "cpu")
     at = torch.arange(keys)
-    wanted = ((starts.unsqueeze(-1) <= at) & (at < intervals.ends.unsqueeze(-1))).any(2)
-    assert torch.equal(visible, wanted)
+    expected = ((starts.unsqueeze(-1) <= at) & (at < intervals.ends.unsqueeze(-1))).any(2)
+    assert torch.equal(visible, expected)
     table = torch_flex._convert_mask_to_block_mask(visible, *size, separate_full_blocks=True)
     states = torch.where(table[1] > 0, blocks.FULL, table[0]).to(torch.int8)
     assert torch.equal(intervals.states((shape[3], keys), size), states)
     of_keys = Intervals(starts, intervals.ends, of_keys=True)
     assert torch.equal(of_keys.states((keys, shape[3]), size[::-1]), states.mT)
     transposed = torch_flex.create_mask(interval_mask_mod(of_keys), *shape[:2], keys, shape[3], "cpu")
-    assert torch.equal(transposed, wanted.mT)
+    assert torch.equal(transposed, expected.mT)
 
 
 def test_masks_with_as_many_intervals_are_one_program() -> None:

@@ -42,25 +42,27 @@ def expected(score: Drawn, mask: Drawn, seed: int, scores: torch.Tensor) -> prog
     return values.detach().double(), slope, mapped(functions[1], None, SIZES)
 
 
-def same(found: program_kernel.Outputs, wanted: program_kernel.Outputs, score: Drawn, mask: Drawn, rtol: float) -> None:
-    for what, a, b in zip(("score", "derivative"), found, wanted, strict=False):
+def same(
+    outputs: program_kernel.Outputs, expected_outputs: program_kernel.Outputs, score: Drawn, mask: Drawn, rtol: float
+) -> None:
+    for what, a, b in zip(("score", "derivative"), outputs, expected_outputs, strict=False):
         size = b.abs().clamp(max=1e30).amax().item()
         # A comparison of scores, or a kink, lies elsewhere in f32: at few pairs.
         wrong = ((a.cpu().double() - b).abs() > rtol * (1 + size)) & b.isfinite()
         assert wrong.double().mean() < 2e-3, f"{what}: {int(wrong.sum())} of {wrong.numel()} differ\n{score}"
-    assert torch.equal(found[2].cpu(), wanted[2]), mask
+    assert torch.equal(outputs[2].cpu(), expected_outputs[2]), mask
 
 
 @pytest.mark.skipif(program_kernel.COMPILER is None, reason="no C++ compiler")
 def test_drawn_programs_as_cpp_on_the_host(tmp_path: Path) -> None:
-    given, drawn = {}, {}
+    programs, drawn = {}, {}
     for seed in range(24):
         score, mask, program, arguments = drawn_pair(seed)
         scores = torch.randn(SIZES, generator=torch.Generator().manual_seed(seed))
-        given[str(seed)], drawn[str(seed)] = (program, arguments, scores), (score, mask)
-    for name, found in program_kernel.on_host(given, tmp_path).items():
+        programs[str(seed)], drawn[str(seed)] = (program, arguments, scores), (score, mask)
+    for name, outputs in program_kernel.on_host(programs, tmp_path).items():
         score, mask = drawn[name]
-        same(found, expected(score, mask, int(name), given[name][2]), score, mask, 2e-5)
+        same(outputs, expected(score, mask, int(name), programs[name][2]), score, mask, 2e-5)
 
 
 @pytest.mark.skipif(program_kernel.COMPILER is None, reason="no C++ compiler")

@@ -41,14 +41,14 @@ def test_drawn_scores_and_all_their_derivatives(seed: int) -> None:
     slope = evaluate([derivative.of_score(root)], *operands)[0]
     same((slope * weight), torch.zeros(SIZES, dtype=torch.float64) if grads[0] is None else grads[0], drawn)
     expected_grads = dict(zip(map(id, floating), grads[1:], strict=True))
-    found = {i: torch.zeros_like(t) for i, t in enumerate(arguments.tensors) if t.dtype == torch.float64}
+    totals = {i: torch.zeros_like(t) for i, t in enumerate(arguments.tensors) if t.dtype == torch.float64}
     for load, gradient in derivative.of_loads(root, input("grad", "f64")):
-        if load.value not in found:
+        if load.value not in totals:
             continue
         part, *indices = evaluate([gradient, *load.operands], inputs | {"grad": weight}, *operands[1:])
         indices = [i.long().expand(SIZES) for i in indices]
-        found[load.value].index_put_(tuple(indices), part.expand(SIZES), accumulate=True)
-    for i, total in found.items():
+        totals[load.value].index_put_(tuple(indices), part.expand(SIZES), accumulate=True)
+    for i, total in totals.items():
         wanted = expected_grads[id(arguments.tensors[i])]
         same(total, torch.zeros_like(total) if wanted is None else wanted, drawn)
 

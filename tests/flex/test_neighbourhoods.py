@@ -92,13 +92,13 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (16, 8), (64, 64)], ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_states_of_blocks_are_those_of_their_pairs(library: ctypes.CDLL, name: str, size: tuple[int, int]) -> None:
-    found, pairs = Neighbourhood.of(*SHAPES[name]), pairs_of(name)
+    neighbourhood, pairs = Neighbourhood.of(*SHAPES[name]), pairs_of(name)
     params = device_blocks.NeighbourhoodParams()
-    params.axes[:] = [(ctypes.c_int * 2)(*axis) for axis in found.axes]
-    params.position = found.position
-    for q in range(0, found.tokens, size[0]):
-        for k in range(0, found.tokens, size[1]):
+    params.axes[:] = [(ctypes.c_int * 2)(*axis) for axis in neighbourhood.axes]
+    params.position = neighbourhood.position
+    for q in range(0, neighbourhood.tokens, size[0]):
+        for k in range(0, neighbourhood.tokens, size[1]):
             block = pairs[q : q + size[0], k : k + size[1]]
             wanted = blocks.FULL if block.all() else blocks.PARTIAL if block.any() else blocks.HIDDEN
-            ends = min(found.tokens, q + size[0]), min(found.tokens, k + size[1])
+            ends = min(neighbourhood.tokens, q + size[0]), min(neighbourhood.tokens, k + size[1])
             assert library.state(ctypes.byref(params), q, ends[0], k, ends[1]) == wanted, (q, k)

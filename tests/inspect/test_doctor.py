@@ -221,16 +221,16 @@ class Torch:
 
 def test_clocks_power_and_other_processes_of_a_gpu(monkeypatch, tmp_path):
     gpu_fakes.nvidia_smi(tmp_path, monkeypatch, gpu_fakes.IDLE_LINE, gpu_fakes.SLOW_LINE)
-    found = {finding.name: finding for finding in doctor._states(Torch)}
-    assert found["clocks"].status == found["power limit"].status == found["other processes"].status == "ok"
-    assert found["clocks"].found == "SM 1980 of 1980 MHz, memory 3201 MHz (idle)"
-    assert found["power limit"].found == "700 W, of which 76 W are drawn now"
-    assert found["other processes"].found == "none"
-    assert found["clocks 1"].status == "degraded" and "slowed by power cap" in found["clocks 1"].found
-    assert found["power limit 1"].status == "degraded" and "400 W, of which" in found["power limit 1"].found
-    assert "nvidia-smi --power-limit 700" in found["power limit 1"].remedy
-    assert found["other processes 1"].found == "train.py (pid 4242, 3.0 GiB)"
-    assert found["other processes 1"].status == "degraded"
+    findings = {finding.name: finding for finding in doctor._states(Torch)}
+    assert findings["clocks"].status == findings["power limit"].status == findings["other processes"].status == "ok"
+    assert findings["clocks"].found == "SM 1980 of 1980 MHz, memory 3201 MHz (idle)"
+    assert findings["power limit"].found == "700 W, of which 76 W are drawn now"
+    assert findings["other processes"].found == "none"
+    assert findings["clocks 1"].status == "degraded" and "slowed by power cap" in findings["clocks 1"].found
+    assert findings["power limit 1"].status == "degraded" and "400 W, of which" in findings["power limit 1"].found
+    assert "nvidia-smi --power-limit 700" in findings["power limit 1"].remedy
+    assert findings["other processes 1"].found == "train.py (pid 4242, 3.0 GiB)"
+    assert findings["other processes 1"].status == "degraded"
 
 
 def test_a_gpu_whose_state_nobody_can_read(monkeypatch):

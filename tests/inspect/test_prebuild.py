@@ -85,15 +85,15 @@ def test_split_keys_are_combined_by_a_kernel_that_is_compiled_too() -> None:
     from flashlane.core import registry
 
     kernel = registry.get("hopper(wgmma+tma)")
-    seen = set()
+    counts = set()
     for batch in (1, 4):
         for seqlen_k in (1024, 65536):
             problem = AttentionProblem(batch, 4, 4, 128, seqlen_k, 128, 128, torch.bfloat16, 0.1, arch="sm_90a")
             config, splits = config_and_splits(kernel.config(problem), problem)
             sources = prebuild.sources_of(problem, kernel)
             assert len(sources) == 1 + (splits > 1 and not config.combine_in_kernel)
-            seen.add(len(sources))
-    assert seen <= {1, 2}
+            counts.add(len(sources))
+    assert counts <= {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_a_model_is_prebuilt_in_the_types_asked_for(tmp_path: Path, monkeypatch:
 
     from flashlane.cli.main import app
 
-    path, seen = tmp_path / "config.json", []
+    path, problems = tmp_path / "config.json", []
     path.write_text(json.dumps(LLAMA))
-    monkeypatch.setattr(prebuild, "sources_of", lambda problem: seen.append(problem) or ())
+    monkeypatch.setattr(prebuild, "sources_of", lambda problem: problems.append(problem) or ())
     monkeypatch.setenv("FLASHLANE_CACHE", str(tmp_path))
     done = CliRunner().invoke(
         app, ["prebuild", "--model", str(path), "--dtype", "f16,bf16", "--arch", "sm_90a", "--no-backward"]
     )
     assert done.exit_code == 0, done.output
-    assert {problem.dtype for problem in seen} == {torch.float16, torch.bfloat16}
+    assert {problem.dtype for problem in problems} == {torch.float16, torch.bfloat16}

@@ -68,15 +68,15 @@ def test_a_model_gives_what_torch_s_attention_gives(make: Any, calls: int) -> No
         return out, torch.autograd.grad(out.square().sum(), parameters, allow_unused=True)
 
     model.set_attention_backend("native")
-    want, wanted = run()
+    want, expected_grads = run()
     model.set_attention_backend(NAME)
     with torch.no_grad(), Count() as count:
         model(**inputs)
     assert (count.ours, count.torchs) == (calls, 0)
     got, found = run()
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    assert sum(grad is not None for grad in wanted) > 10
-    for mine, right in zip(found, wanted, strict=True):
+    assert sum(grad is not None for grad in expected_grads) > 10
+    for mine, right in zip(found, expected_grads, strict=True):
         if right is not None:
             torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-3)
 

@@ -192,15 +192,15 @@ def test_lengths_in_every_form_give_each_sequence_alone(packed_q: bool, packed_k
     v, _ = sides(packed_k, LONG_K, 6, 2)
     sinks = torch.randn(4, dtype=F64)
     leaves = [t.requires_grad_(grad) for t in (q, k, v, sinks)]
-    asked = {"causal": True, "softcap": 3.0, "softmax_scale": 0.4}
+    options = {"causal": True, "softcap": 3.0, "softmax_scale": 0.4}
     keywords = {f"{name}_q": value for name, value in of_q.items()} | {f"{n}_k": value for n, value in of_k.items()}
     keywords |= {"max_seqlen_q": 7} if packed_q else {}
     out, lse = fa4.flash_attn_varlen_func(
-        q, k, v, **keywords, learnable_sink=sinks, window_size=(4, None), return_lse=True, **asked
+        q, k, v, **keywords, learnable_sink=sinks, window_size=(4, None), return_lse=True, **options
     )
     each = [rows_of(q, packed_q, LONG_Q), rows_of(k, packed_k, LONG_K), rows_of(v, packed_k, LONG_K)]
     expected = [
-        flashlane.flash_attn_func(*(t[None] for t in one), sinks=sinks, window_size=(4, 0), return_lse=True, **asked)
+        flashlane.flash_attn_func(*(t[None] for t in one), sinks=sinks, window_size=(4, 0), return_lse=True, **options)
         for one in zip(*each, strict=True)
     ]
     got = rows_of(out, packed_q, LONG_Q)

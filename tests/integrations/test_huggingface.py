@@ -34,15 +34,15 @@ def ours() -> Iterator[str]:
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[AttentionProblem]:
     """What our attention was asked, call by call."""
-    seen: list[AttentionProblem] = []
+    recorded: list[AttentionProblem] = []
     attend = ops.attend
 
     def watched(inputs: Any, **asked: Any) -> Any:
-        seen.append(ops.problem_of(inputs, **{k: v for k, v in asked.items() if k != "kernel"}))
+        recorded.append(ops.problem_of(inputs, **{k: v for k, v in asked.items() if k != "kernel"}))
         return attend(inputs, **asked)
 
     monkeypatch.setattr(ops, "attend", watched)
-    return seen
+    return recorded
 
 
 def built(family: str = "Llama", causal_lm: bool = True, **changes: Any) -> Any:

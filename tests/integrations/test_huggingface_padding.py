@@ -136,13 +136,15 @@ def test_layers_copy_nothing_and_a_model_waits_once(monkeypatch: pytest.MonkeyPa
         assert waits == ["tolist"] * 2
         assert captured[1].seqused_k is captured[0].seqused_k, "lengths are worked out once for all layers"
         assert captured[2].seqused_k is captured[2].bias is None, "an unpadded batch needs no lengths"
-        made = huggingface.mask(
+        model_mask = huggingface.mask(
             batch_size=3, q_length=11, kv_length=11, attention_mask=mask, device="cpu",
             allow_is_bidirectional_skip=True, mask_function=transformers.masking_utils.bidirectional_mask_function,
         )  # fmt: skip
-        assert made.shape == (3, 1, 11, 11) and torch.equal(made[:, 0, 5], mask.bool()), "others may read the mask"
+        assert model_mask.shape == (3, 1, 11, 11) and torch.equal(model_mask[:, 0, 5], mask.bool()), (
+            "others may read the mask"
+        )
         q = torch.randn(3, 11, 4, 16).transpose(1, 2)
-        out, _ = huggingface.attention(model, q, q, q, made)
+        out, _ = huggingface.attention(model, q, q, q, model_mask)
         assert out.data_ptr() == captured[-1].q.data_ptr() == q.data_ptr() and captured[-1].bias is None
 
 

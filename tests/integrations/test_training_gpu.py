@@ -36,13 +36,13 @@ def only() -> Iterator[Any]:
     with contextlib.ExitStack() as tables:
 
         def choose(tag: str) -> list[str]:
-            found = registry.get_backward(tag)
+            registered = registry.get_backward(tag)
 
             def counted(*arguments: Any, **keywords: Any) -> Any:
                 calls.append(tag)
-                return found.run(*arguments, **keywords)
+                return registered.run(*arguments, **keywords)
 
-            tables.enter_context(registry.backward_table_of(StandIn(found, counted)))
+            tables.enter_context(registry.backward_table_of(StandIn(registered, counted)))
             return calls
 
         yield choose

@@ -164,13 +164,13 @@ def check() -> None:
     assert set(said) == {"flash_attention_2", "flash_attention_3", "flash_attention_4"}
     for what, error in by_sdpa.items():  # the comparison sees a window that is wrong by one
         assert another[what] > 4 * error, (what, another, by_sdpa)
-    for name, found in said.items():
+    for name, outcome in said.items():
         # Two layers of: a training step, three forwards, a prefill and four steps after it.
-        assert found["calls"] == {name: 18}, (name, found)
-        for what, error in found["errors"].items():
-            assert error < 1.5 * by_sdpa[what] + 1e-3, (name, what, found, by_sdpa)
+        assert outcome["calls"] == {name: 18}, (name, outcome)
+        for what, error in outcome["errors"].items():
+            assert error < 1.5 * by_sdpa[what] + 1e-3, (name, what, outcome, by_sdpa)
         # Two bf16 models may take another of two tokens that are nearly as good; other tokens are far from the best.
-        assert found["regret"] < 0.1 < 1 < found["worst"], (name, found)
+        assert outcome["regret"] < 0.1 < 1 < outcome["worst"], (name, outcome)
 
 
 def test_every_name_gives_what_sdpa_gives() -> None:

@@ -116,15 +116,15 @@ def test_what_the_driver_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = torch.arange(128, dtype=torch.uint8)
     monkeypatch.setattr(tensormap, "driver", lambda: fake)
     fail = 0
-    wanted = describe("bf16", 256, (80, 7), (1, 80), (64, 16))
-    assert encode(wanted) == bytes(range(128))
+    description = describe("bf16", 256, (80, 7), (1, 80), (64, 16))
+    assert encode(description) == bytes(range(128))
     ((kind, rank, address, sizes, strides, box, steps, _, swizzle, _, fill),) = calls
     assert (kind, rank, address) == ("CU_TENSOR_MAP_DATA_TYPE_BFLOAT16", 2, 256)
     assert (sizes, strides, box, steps) == ([80, 7], [160], [64, 16], [1, 1])
     assert swizzle == "CU_TENSOR_MAP_SWIZZLE_128B" and fill == "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE"
     fail = 1
     with pytest.raises(LaunchError, match=r"CUDA_ERROR_INVALID_VALUE.*sizes=\(80, 7\)"):
-        encode(wanted)
+        encode(description)
 
 
 def test_a_map_is_moved_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def device_header(tmp_path_factory) -> list[list[str]]:
 
 
 def test_formulas_are_the_device_headers(device_header):
-    seen = set()
+    layouts = set()
     for kind, columns, swizzled, *rest in device_header:
         layout = TileLayout(int(columns), swizzled == "1")
         if kind == "stride":
@@ -126,35 +126,35 @@ def test_formulas_are_the_device_headers(device_header):
         elif kind == "offset":
             row, chunk, offset = map(int, rest)
             assert layout.offset(row, chunk) == offset, (layout, row, chunk)
-            seen.add(layout)
-    assert seen == {TileLayout(c, s) for c in COLUMNS for s in (False, True)}
+            layouts.add(layout)
+    assert layouts == {TileLayout(c, s) for c in COLUMNS for s in (False, True)}
 
 
 def test_cursors_step_to_the_right_chunk(device_header):
     """What a fragment cursor reaches by an XOR and an addition is what the whole formula says."""
-    seen = set()
+    layouts = set()
     for kind, columns, swizzled, *rest in device_header:
         if kind == "cursor":
             layout = TileLayout(int(columns), swizzled == "1")
             lane, rows, chunks, a, b = map(int, rest)
             assert a == 4096 + 512 + fragment_a(layout, rows, chunks)[lane], (layout, lane, rows, chunks)
             assert b == 4096 + 512 + fragment_b(layout, rows, chunks)[lane], (layout, lane, rows, chunks)
-            seen.add(layout)
-    assert len(seen) == 2 * len(COLUMNS)
+            layouts.add(layout)
+    assert len(layouts) == 2 * len(COLUMNS)
 
 
 @pytest.mark.parametrize("warps", [2, 4])
 def test_cursors_of_warps_that_share_columns(device_header, warps):
     """split-kv's V: warp w starts at chunk w · (chunks / warps), whatever that is; the plain cursor would miss."""
-    wrong, seen = set(), set()
+    wrong, layouts = set(), set()
     for kind, columns, swizzled, *rest in device_header:
         if kind == "warps" and int(rest[0]) == warps:
             layout = TileLayout(int(columns), swizzled == "1")
             _, lane, chunk, address = map(int, rest)
-            seen.add(layout)
+            layouts.add(layout)
             if address != fragment_a(layout, 0, chunk)[lane]:
                 wrong.add((layout.columns, layout.scheme))
-    assert seen and not wrong, sorted(wrong)
+    assert layouts and not wrong, sorted(wrong)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -248,16 +248,16 @@ def test_bad_tiles(make, words):
 
 @pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 192, 256])
 def test_compiled_tiles_of_every_kernel_are_read_without_conflicts(head_dim):
-    asked, compiled_tiles = problem(head_dim), 0
+    small, compiled_tiles = problem(head_dim), 0
     for kernel in registry.kernels(listed_only=True):
-        if not isinstance(kernel, DeviceKernel) or kernel.supports(asked) is not None:
+        if not isinstance(kernel, DeviceKernel) or kernel.supports(small) is not None:
             continue
-        if not hasattr(kernel.config(asked), "layouts"):
+        if not hasattr(kernel.config(small), "layouts"):
             continue
-        tiles = kernel_tiles(kernel, asked)
+        tiles = kernel_tiles(kernel, small)
         compiled_tiles += 1
         assert {"q", "k", "v"} <= {tile.operand for tile in tiles}, kernel.tag
-        assert ("p" in {tile.operand for tile in tiles}) == (kernel.config(asked).warps_kv > 1), kernel.tag
+        assert ("p" in {tile.operand for tile in tiles}) == (kernel.config(small).warps_kv > 1), kernel.tag
         for tile in tiles:
             swizzles = kernel.tag.split("swizzle-")[1].split("+")[0] if "swizzle" in kernel.tag else ""
             assert tile.layout.swizzled == (tile.operand in swizzles), kernel.tag
@@ -339,13 +339,13 @@ def test_table_lists_every_chunk():
 def test_json(tmp_path):
     file = tmp_path / "layout.json"
     invoke("layout", "--compare", "--json", file)
-    found = json.loads(file.read_text())
-    assert found == json.loads(invoke("layout", "--compare", "--json", "-"))
-    for layout, expected in zip(found["layouts"], schemes(64), strict=True):
+    written = json.loads(file.read_text())
+    assert written == json.loads(invoke("layout", "--compare", "--json", "-"))
+    for layout, expected in zip(written["layouts"], schemes(64), strict=True):
         assert layout["scheme"] == expected.scheme and layout["stride_bytes"] == expected.stride
         for row, cells in enumerate(layout["rows"]):
             assert [cell["offset"] for cell in cells] == [expected.offset(row, c) for c in range(8)]
-    assert [t["accesses"][0]["extra"] for t in found["tiles"]] == [112, 0, 0, 48]
+    assert [t["accesses"][0]["extra"] for t in written["tiles"]] == [112, 0, 0, 48]
 
 
 def test_png_has_the_colours_of_the_banks(tmp_path):

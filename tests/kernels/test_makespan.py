@@ -69,14 +69,14 @@ def problem(**sizes: object) -> AttentionProblem:
 
 
 def test_the_least_predicted_time_is_chosen_and_all_shapes_are_compared() -> None:
-    for asked in (problem(), problem(causal=True), problem(head_dim=72, causal=True), problem(seqlen_q=700),
+    for each in (problem(), problem(causal=True), problem(head_dim=72, causal=True), problem(seqlen_q=700),
                   problem(head_dim=96), problem(head_dim=96, causal=True)):  # fmt: skip
-        found = select.ranked(asked)
-        assert [time for _, time in found] == sorted(time for _, time in found)
-        assert KERNEL.config(asked) == found[0][0]
-        one = tiles.class_of(asked.head_dim, asked.head_dim_v)
-        compared = {s for s in one.shapes if not asked.causal or (s.cluster == 1 and s not in one.unmasked)}
-        assert {cost.shape_of(config) for config, _ in found} == compared
+        predictions = select.ranked(each)
+        assert [time for _, time in predictions] == sorted(time for _, time in predictions)
+        assert KERNEL.config(each) == predictions[0][0]
+        one = tiles.class_of(each.head_dim, each.head_dim_v)
+        compared = {s for s in one.shapes if not each.causal or (s.cluster == 1 and s not in one.unmasked)}
+        assert {cost.shape_of(config) for config, _ in predictions} == compared
 
 
 def drawn(chance: random.Random) -> AttentionProblem:
@@ -145,27 +145,27 @@ def test_few_queries_of_many_keys_take_few_heads_at_a_time() -> None:
 
 
 def test_the_coefficients_are_those_of_shapes_that_exist() -> None:
-    known = {
+    of_shapes = {
         cost.name_of(one.head_dim, one.head_dim_v, shape)
         for one in tiles.CLASSES
         for shape in (*one.shapes, *one.loaded, one.few_rows)
     }
     named, traffic = cost.coefficients()
-    assert set(named) <= known and len(named) > 30
+    assert set(named) <= of_shapes and len(named) > 30
     assert all(value.block > 0 and value.tile > 0 for value in named.values()) and traffic.launch > 0
 
 
 def test_explain_shows_the_configuration_that_runs_and_how_much_slower_the_next_ones_are_predicted() -> None:
-    asked = problem(causal=True)
-    found = dispatch.explain_problem(asked)
-    words, ms = found.configurations[0]
-    assert words == KERNEL.config(asked).describe() and [t for _, t in found.configurations] == sorted(
-        t for _, t in found.configurations
+    drawn = problem(causal=True)
+    explanation = dispatch.explain_problem(drawn)
+    words, ms = explanation.configurations[0]
+    assert words == KERNEL.config(drawn).describe() and [t for _, t in explanation.configurations] == sorted(
+        t for _, t in explanation.configurations
     )
-    text = " ".join(str(found).split())
+    text = " ".join(str(explanation).split())
     assert f"{words}: runs, predicted {ms:.3g} ms" in text
-    assert f"predicted {100 * (found.configurations[1][1] / ms - 1):.1f} % slower" in text
-    assert all(len(line) <= 80 for line in str(found).splitlines())
+    assert f"predicted {100 * (explanation.configurations[1][1] / ms - 1):.1f} % slower" in text
+    assert all(len(line) <= 80 for line in str(explanation).splitlines())
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])

@@ -10,23 +10,23 @@ from masked_problems import drawn, visible
 from flashlane.kernels.tile_cost import blocks_of
 
 
-def walked(seen: np.ndarray, block: int) -> tuple[int, int]:
+def walked(visible: np.ndarray, block: int) -> tuple[int, int]:
     """Blocks of columns from the first that is seen to the last one, and how many of them are not seen as a whole."""
-    columns = np.flatnonzero(seen.any(0))
+    columns = np.flatnonzero(visible.any(0))
     if not len(columns):
         return 0, 0
     blocks = range(columns[0] // block, columns[-1] // block + 1)
-    whole = [seen[:, b * block : (b + 1) * block].all() for b in blocks]
+    whole = [visible[:, b * block : (b + 1) * block].all() for b in blocks]
     return len(whole), len(whole) - sum(whole)
 
 
 def test_tiles_of_queries_walk_over_the_keys_that_they_see() -> None:
     chance = random.Random(1)
     for _ in range(300):
-        asked, bm, bn = drawn(chance), chance.choice((4, 16)), chance.choice((8, 16))
-        seen, found = visible(asked), blocks_of(asked, bm, bn)
-        tiles = range(-(-asked.seqlen_q // bm))
-        counts = [walked(seen[tile * bm : (tile + 1) * bm], bn)[0] for tile in tiles]
+        drawn_problem, bm, bn = drawn(chance), chance.choice((4, 16)), chance.choice((8, 16))
+        pairs, ranges = visible(drawn_problem), blocks_of(drawn_problem, bm, bn)
+        tiles = range(-(-drawn_problem.seqlen_q // bm))
+        counts = [walked(pairs[tile * bm : (tile + 1) * bm], bn)[0] for tile in tiles]
         # With a mask the last rows come first; their tile may have rows that do not exist.
-        masked = asked.window_left >= 0 or asked.window_right >= 0
-        assert list(found.blocks) == (counts[::-1] if masked else counts), (asked, bm, bn)
+        masked = drawn_problem.window_left >= 0 or drawn_problem.window_right >= 0
+        assert list(ranges.blocks) == (counts[::-1] if masked else counts), (drawn_problem, bm, bn)

@@ -33,13 +33,13 @@ def test_rows_alike():
 
 
 def softmax_points():
-    found = {
+    points = {
         row_softmax.softmax_config(variant, dtype, columns)
         for variant in row_softmax.VARIANTS.values()
         for dtype in launch.DTYPES
         for columns in ((100, 2100) if dtype == "f16" else (1000, 8000))
     }
-    return sorted(found, key=str)
+    return sorted(points, key=str)
 
 
 @needs_sass

@@ -292,13 +292,13 @@ def test_a_remembered_call_that_is_watched_goes_to_the_operator(
 def test_autocast_is_off_in_the_kernel_each_time(
     recorder: Recorder, call: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
-    monkeypatch.setattr(recorder, "forward", lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    autocast = []
+    monkeypatch.setattr(recorder, "forward", lambda *_: autocast.append(torch.is_autocast_enabled("cpu")))
     tensors = qkv(dtype=torch.bfloat16)
     for on in (True, False, True, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
             call(*tensors)
-    assert seen == [False] * 4
+    assert autocast == [False] * 4
 
 
 def test_subclasses_and_parameters_are_checked_anew(recorder: Recorder) -> None:

@@ -176,13 +176,13 @@ def test_what_differs_in_a_further_tensor_is_another_call(forgotten: None, monke
     kinds: list[dict[str, torch.Tensor]] = [{"alibi_slopes": t} for t in (wide, wide.clone(), wide[0].clone())]
     kinds += [{"sinks": t} for t in (wide[1], wide[1].clone(), wide[1].double(), torch.nn.Parameter(wide[1].clone()))]
     kinds += [{"sinks": wide[2].clone(), "alibi_slopes": wide.clone()}, {}, {"logit_scale": wide[3].abs()}]
-    wanted = [flashlane.flash_attn_func(q, k, v, **given) for given in kinds]
+    wanted = [flashlane.flash_attn_func(q, k, v, **keywords) for keywords in kinds]
     assert wanted[6].requires_grad and not wanted[5].requires_grad
     with torch.no_grad():
         assert not flashlane.flash_attn_func(q, k, v, **kinds[6]).requires_grad
     quick(monkeypatch)
-    for given, want in [*zip(kinds, wanted, strict=True)][::-1]:
-        got = flashlane.flash_attn_func(q, k, v, **given)
+    for keywords, want in [*zip(kinds, wanted, strict=True)][::-1]:
+        got = flashlane.flash_attn_func(q, k, v, **keywords)
         assert torch.equal(got, want) and got.requires_grad == want.requires_grad
     with torch.no_grad():
         assert not flashlane.flash_attn_func(q, k, v, **kinds[6]).requires_grad

@@ -55,14 +55,14 @@ def test_no_kernel_is_preferred_more_than_its_module_says() -> None:
         {"seqlen_q": 8, "seqlen_k": 8},
     ]
     problems = [replace(base, arch=arch, **change) for arch in ("sm_80", "sm_90a", None) for change in changes]
-    found: dict[str, float] = {}
+    highest: dict[str, float] = {}
     for kernel in registry.kernels(listed_only=True):
         module = type(kernel).__module__
-        found[module] = max(found.get(module, -9.0), *(kernel.preference(problem) for problem in problems))
+        highest[module] = max(highest.get(module, -9.0), *(kernel.preference(problem) for problem in problems))
         assert kernel.priority <= most[module].forward, kernel
         for problem in problems:
             assert kernel.preference(problem) <= most[module].most(problem), (kernel, problem)
-    assert found == {name: each.forward for name, each in most.items() if each.forward is not None}
+    assert highest == {name: each.forward for name, each in most.items() if each.forward is not None}
     for kernel in registry.backward_kernels():
         assert kernel.priority == most[type(kernel).__module__].backward, kernel
 

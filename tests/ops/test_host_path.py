@@ -64,15 +64,15 @@ def test_the_mma_family_repeats_with_each_calls_own_tensors(
     longer = [qkv(m=128) for _ in range(2)]
     wide = [[torch.randn(1, 64, 4, 64).half()[:, :, ::2] for _ in range(3)] for _ in range(2)]  # other strides only
     with registry.table_of(MMA):
-        kept = [(t, flashlane.flash_attn_func(*t, return_lse=True)) for t in (same[0], longer[0], wide[0])]
+        results = [(t, flashlane.flash_attn_func(*t, return_lse=True)) for t in (same[0], longer[0], wide[0])]
         first = [params for *_, params in launches]
         quick(monkeypatch)
         for number, tensors in enumerate((*same, wide[1], *longer, *same[::-1], wide[0])):
             launches.stream = number
-            kept.append((tensors, flashlane.flash_attn_func(*tensors, return_lse=True)))
+            results.append((tensors, flashlane.flash_attn_func(*tensors, return_lse=True)))
             assert launches.streams[-1] == number
-    kinds = {(t[1].shape, t[1].stride()): params for (t, _), params in zip(kept, first, strict=False)}
-    for (tensors, (out, lse)), (*_, params) in zip(kept, launches, strict=True):
+    kinds = {(t[1].shape, t[1].stride()): params for (t, _), params in zip(results, first, strict=False)}
+    for (tensors, (out, lse)), (*_, params) in zip(results, launches, strict=True):
         assert [params.q, params.k, params.v] == [t.data_ptr() for t in tensors]
         assert (params.out, params.lse) == (out.data_ptr(), lse.data_ptr())
         wanted = kinds[tensors[1].shape, tensors[1].stride()]
@@ -200,14 +200,14 @@ def test_gradients_and_the_operator_go_the_short_way_too(launches: Launches, mon
 
     for tensors, wants in ((first, False), (wanting[0], True)):
         flashlane.flash_attn_func(*tensors, causal=True)
-        for rest, named in ways(wants):
-            torch.ops.flashlane.forward(*tensors, *rest, **named)
+        for positional, named in ways(wants):
+            torch.ops.flashlane.forward(*tensors, *positional, **named)
     quick(monkeypatch)
     out = flashlane.flash_attn_func(*wanting[1], causal=True)
     assert out.grad_fn is not None and addresses(launches[-1][3]) == [t.data_ptr() for t in wanting[1]]
     for tensors, wants in ((second, False), (wanting[1], True)):
-        for rest, named in ways(wants):
-            out, lse = torch.ops.flashlane.forward(*tensors, *rest, **named)
+        for positional, named in ways(wants):
+            out, lse = torch.ops.flashlane.forward(*tensors, *positional, **named)
             params = launches[-1][3]
             assert addresses(params) == [t.data_ptr() for t in tensors]
             assert (params.out, params.lse) == (out.data_ptr(), lse.data_ptr())
@@ -257,13 +257,13 @@ def test_gpu_repeated_calls_compute_their_own_tensors() -> None:
     many = [[t.cuda() for t in qkv(n=192, m=320)] for _ in range(launch_pool.BLOCKS_KEPT + 8)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found = []
+    results = []
     for turn in range(3):
         for number, tensors in enumerate(many):
             with torch.cuda.stream(streams[(number + turn) % 2]):
-                found.append((flashlane.flash_attn_func(*tensors), tensors))
+                results.append((flashlane.flash_attn_func(*tensors), tensors))
     torch.cuda.synchronize()
-    for got, tensors in found:
+    for got, tensors in results:
         close(got, tensors)
 
 

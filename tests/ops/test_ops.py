@@ -181,16 +181,16 @@ def test_packed_functions_equal_the_plain_one() -> None:
     q, k, v = (t.detach().requires_grad_() for t in qkv.unbind(2))
     want = flashlane.flash_attn_func(q, k, v, causal=True, softmax_scale=0.5, sinks=sinks)
     push = torch.randn_like(want)
-    wanted = torch.stack(torch.autograd.grad(want, (q, k, v), push), 2)
+    expected_grads = torch.stack(torch.autograd.grad(want, (q, k, v), push), 2)
 
     got = flashlane.flash_attn_qkvpacked_func(qkv, causal=True, softmax_scale=0.5, sinks=sinks)
     torch.testing.assert_close(got, want)
-    torch.testing.assert_close(torch.autograd.grad(got, qkv, push)[0], wanted)
+    torch.testing.assert_close(torch.autograd.grad(got, qkv, push)[0], expected_grads)
 
     kv = qkv.detach()[:, :, 1:].requires_grad_()
     got = flashlane.flash_attn_kvpacked_func(q, kv, causal=True, softmax_scale=0.5, sinks=sinks)
     torch.testing.assert_close(got, want)
-    torch.testing.assert_close(torch.autograd.grad(got, kv, push)[0], wanted[:, :, 1:])
+    torch.testing.assert_close(torch.autograd.grad(got, kv, push)[0], expected_grads[:, :, 1:])
 
 
 @pytest.mark.parametrize("kernel", ["reference", "tiled"])

@@ -83,16 +83,16 @@ def test_a_repeated_backward_launches_what_a_checked_one_does(
         out, grads = call(tensors, do)
         all_grads.append(grads)
         assert launches.streams[-4:] == [50 + number] * 4
-        found = [params for *_, params in launches[-3:]]
-        for stage, mine, right in zip(STAGES, found, checked, strict=True):
+        repeated = [params for *_, params in launches[-3:]]
+        for stage, mine, right in zip(STAGES, repeated, checked, strict=True):
             assert type(mine) is type(right) and without_pointers(mine) == without_pointers(right), stage
-        preprocess, gradients, postprocess = map(pointers, found)
+        preprocess, gradients, postprocess = map(pointers, repeated)
         assert (preprocess["out"], preprocess["dout"]) == (out.data_ptr(), do.data_ptr())
         dq, dk, dv = (t.data_ptr() for t in grads)
         assert (postprocess["dq"], gradients["dk"], gradients["dv"]) == (dq, dk, dv)
-        maps = [bytes(getattr(found[1], name))[:8] for name in MAPPED + STORED]
+        maps = [bytes(getattr(repeated[1], name))[:8] for name in MAPPED + STORED]
         assert [int.from_bytes(at, "little") for at in maps] == [t.data_ptr() for t in (*tensors, do)] + [dk, dv]
-        for stage, mine, right in zip(STAGES, found, checked, strict=True):
+        for stage, mine, right in zip(STAGES, repeated, checked, strict=True):
             there = {name for name, at in pointers(right).items() if at}
             assert {name for name, at in pointers(mine).items() if at} == there, stage
             parts = [name for name in ("lse", "delta", "dq_accum", "counters") if name in there]
@@ -154,16 +154,16 @@ def test_the_backward_operator_repeats_what_its_first_call_launched(
         del launches[:]
         inputs = sets[number]
         grads = call(*inputs)
-        found = [params for *_, params in launches]
-        assert packed or [without_pointers(params) for params in found] == checked
-        assert len(found) == len(checked)
-        before, gradients, after = map(pointers, found)
+        repeated = [params for *_, params in launches]
+        assert packed or [without_pointers(params) for params in repeated] == checked
+        assert len(repeated) == len(checked)
+        before, gradients, after = map(pointers, repeated)
         assert (before["out"], before["lse_in"], before["dout"]) == tuple(t.data_ptr() for t in inputs[:3])
         assert (after["dq"], gradients["dk"], gradients["dv"]) == tuple(t.data_ptr() for t in grads[:3])
         assert [grad.shape for grad in grads[:3]] == [t.shape for t in inputs[5:8]]
         assert not any(grad.numel() for grad in grads[3:]) and len(grads) == len(problem.DIFFERENTIABLE)
         if packed:
-            at = {params.seqlen.cu_seqlens_k for params in found}
+            at = {params.seqlen.cu_seqlens_k for params in repeated}
             assert at == {next(t for t in inputs[8:] if isinstance(t, torch.Tensor)).data_ptr()}
     monkeypatch.setattr(execute, "backward", backward)
     for at, name in enumerate(("out", "lse", "do")):
@@ -182,13 +182,13 @@ def test_autograd_keeps_a_gradient_for_the_lse_only_where_it_is_wanted(launches:
     )
     assert len(alone.grad_fn._input_metadata) == 1
     assert len(both.grad_fn._input_metadata) == 2 and lse.grad_fn is both.grad_fn
-    found = []
+    launched = []
     for out in (alone, both):
         del launches[:]
         torch.autograd.grad(out, tensors, do)
-        found.append([(type(params), without_pointers(params)) for *_, params in launches])
+        launched.append([(type(params), without_pointers(params)) for *_, params in launches])
         assert pointers(launches[0][3])["out"] == out.data_ptr() and pointers(launches[0][3])["lse_in"]
-    assert found[0] == found[1] and len(found[0]) == len(STAGES)
+    assert launched[0] == launched[1] and len(launched[0]) == len(STAGES)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
@@ -219,13 +219,13 @@ def test_what_cannot_be_read_as_it_lies_is_copied(launches: Launches, monkeypatc
 def test_a_gradient_of_the_lse_is_given_to_the_kernels(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = qkv()
     call(tensors, laid_out("contiguous"))
-    seen = counted(monkeypatch)
+    checks = counted(monkeypatch)
     out, lse = flashlane.flash_attn_func(*tensors, causal=True, return_lse=True)
     torch.autograd.grad((out, lse), tensors, (laid_out("contiguous"), torch.ones_like(lse)))
-    assert seen and pointers(launches[-3][3])["dlse"]
+    assert checks and pointers(launches[-3][3])["dlse"]
     _, lse = flashlane.flash_attn_func(*tensors, causal=True, return_lse=True)
     torch.autograd.grad(lse, tensors, torch.ones_like(lse))
-    assert len(seen) == 2
+    assert len(checks) == 2
 
 
 def test_saved_tensors_may_come_back_with_other_strides(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,13 +275,13 @@ def test_gpu_repeated_backwards_compute_their_own_gradients(layout: str) -> None
         sets.append((tensors, laid_out(layout).cuda()))
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found = []
+    results = []
     for turn in range(4):
         for number, (tensors, do) in enumerate(sets):
             with torch.cuda.stream(streams[(number + turn) % 2]):
-                found.append((number, call(tensors, do)[1]))
+                results.append((number, call(tensors, do)[1]))
     torch.cuda.synchronize()
-    for number, grads in found:
+    for number, grads in results:
         tensors, do = sets[number]
         wide = [t.detach().float().requires_grad_() for t in tensors]
         heads_first = (t.transpose(1, 2) for t in wide)

@@ -43,14 +43,14 @@ def test_a_replayed_graph_draws_new_dropout() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = flashlane.flash_attn_func(q, k, v, 0.5)
-    found = []
+    outs = []
     for seed in (1, None, 1):
         if seed is not None:
             torch.cuda.manual_seed(seed)
         graph.replay()
-        found.append(out.clone())
-    assert not torch.equal(found[0], found[1]), "two replays drew one mask"
-    assert torch.equal(found[0], found[2]), "the seed does not repeat the mask"
+        outs.append(out.clone())
+    assert not torch.equal(outs[0], outs[1]), "two replays drew one mask"
+    assert torch.equal(outs[0], outs[2]), "the seed does not repeat the mask"
 
 
 def test_compiles_with_inductor_forward_backward_and_dropout() -> None:

@@ -356,15 +356,15 @@ def timed(problem, tag, ms):
 
 
 def test_the_sentence_says_what_bounds_it():
-    found = rates.DeviceRates(1000.0, {"f16": 100.0})
+    device_rates = rates.DeviceRates(1000.0, {"f16": 100.0})
     problem = bench.make_problem(1, 1, 1024, 64)
-    (fast,) = rates.place([timed(problem, "k", bench.flops(problem) / 60e9)], found)
+    (fast,) = rates.place([timed(problem, "k", bench.flops(problem) / 60e9)], device_rates)
     assert rates.sentence([fast]) == (
         "B1 H1 N1024 D64 f16: 508 FLOP/byte, above the ridge at 100: the matrix rate bounds it; "
         "k reaches 60 of 100 TFLOP/s (60%)."
     )
-    (slow,) = rates.place([timed(problem, "k", 1e3)], found)
-    (peer,) = rates.place([replace(timed(problem, "(flash)", 1e3), kind="peer")], found)
+    (slow,) = rates.place([timed(problem, "k", 1e3)], device_rates)
+    (peer,) = rates.place([replace(timed(problem, "(flash)", 1e3), kind="peer")], device_rates)
     assert "the matrix rate bounds it" in rates.sentence([fast, peer]), "one that reaches a ceiling is enough"
     assert "neither ceiling bounds it" in rates.sentence([slow]) and "launches, latency or the host" in rates.sentence(
         [slow]

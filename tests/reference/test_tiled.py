@@ -260,16 +260,16 @@ def test_a_cache_has_no_backward(name: str) -> None:
 def test_on_a_gpu_equals_the_cpu(dtype: torch.dtype) -> None:
     asked = {"causal": True, "softcap": 5.0, "dropout_p": 0.3}
     problem, inputs = simple(dtype=dtype, **asked)
-    there = moved(inputs, "cuda")
-    on_gpu = AttentionProblem.from_inputs(there, **asked)
+    gpu_inputs = moved(inputs, "cuda")
+    on_gpu = AttentionProblem.from_inputs(gpu_inputs, **asked)
     out, lse = run(problem, inputs)
     out_gpu, lse_gpu = (torch.full_like(t, torch.nan, device="cuda") for t in (out, lse))
-    TiledKernel().forward(on_gpu, there, out_gpu, lse_gpu)
+    TiledKernel().forward(on_gpu, gpu_inputs, out_gpu, lse_gpu)
     do = torch.randn_like(out)
     pairs = [(out_gpu, out), (lse_gpu, lse)]
     pairs += list(
         zip(
-            tiled_backward(on_gpu, there, out_gpu, lse_gpu, do.cuda())[:3],
+            tiled_backward(on_gpu, gpu_inputs, out_gpu, lse_gpu, do.cuda())[:3],
             tiled_backward(problem, inputs, out, lse, do)[:3],
             strict=True,
         )

@@ -115,13 +115,13 @@ def _asked(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 def _results(out: torch.Tensor, lse: torch.Tensor | None, tensors: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray]:
     """Output, LSE (b, rows, h) if there is one, and gradients, for numpy, which processes can exchange."""
     loss = (out.double() * tensors["do"].double()).sum()
-    found = {"out": out}
+    results = {"out": out}
     if lse is not None:
-        found["lse"] = lse.transpose(-1, -2)
-        loss = loss + (found["lse"].double() * tensors["dlse"].double()).sum()
+        results["lse"] = lse.transpose(-1, -2)
+        loss = loss + (results["lse"].double() * tensors["dlse"].double()).sum()
     loss.backward()
-    found |= {f"d{name}": tensors[name].grad for name in GRADIENTS if name in tensors}
-    return {name: t.detach().double().numpy() for name, t in found.items()}
+    results |= {f"d{name}": tensors[name].grad for name in GRADIENTS if name in tensors}
+    return {name: t.detach().double().numpy() for name, t in results.items()}
 
 
 def expected(case: Case) -> dict[str, numpy.ndarray]:
@@ -217,13 +217,13 @@ def on_slow_rank(case: Case, size: int, calls: int) -> list[dict[str, numpy.ndar
 
 def each_on_rank(several: list[Case], size: int) -> list[dict[str, numpy.ndarray] | str]:
     """What :func:`on_rank` gives of each case, or the error that it raised."""
-    found: list[dict[str, numpy.ndarray] | str] = []
+    results: list[dict[str, numpy.ndarray] | str] = []
     for case in several:
         try:
-            found.append(on_rank(case, size))
+            results.append(on_rank(case, size))
         except (TypeError, ValueError, NotImplementedError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            results.append(f"{type(error).__name__}: {error}")
+    return results
 
 
 @functools.cache

@@ -42,13 +42,13 @@ class Drawn:
 
     def changed(self, **changes: Any) -> Drawn:
         """Another problem: fields of this or of its case; ``batch``, ``seqlen_q`` and ``capacity`` of equal rows."""
-        own = {field.name for field in fields(self)}
+        field_names = {field.name for field in fields(self)}
         queries, keys = self.case.lengths[0]
         batch = changes.pop("batch", len(self.case.lengths))
         sizes = (changes.pop("seqlen_q", queries), changes.pop("capacity", keys))
         lengths = self.case.lengths if self.case.varlen else (sizes,) * batch
-        case = replace(self.case, lengths=lengths, **{k: v for k, v in changes.items() if k not in own})
-        return replace(self, case=case, **{k: v for k, v in changes.items() if k in own})
+        case = replace(self.case, lengths=lengths, **{k: v for k, v in changes.items() if k not in field_names})
+        return replace(self, case=case, **{k: v for k, v in changes.items() if k in field_names})
 
 
 def draw(count: int, seed: int) -> list[Drawn]:

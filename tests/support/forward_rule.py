@@ -34,14 +34,14 @@ def complaint(
     error = (out.to(wide) - want).abs().max()
     if not error <= allowed:
         return f"out: error {error:.3g} above {allowed:.3g}, {int(out.isnan().sum())} NaN"
-    seen = torch.isfinite(want_lse)
-    if not torch.equal(torch.isfinite(lse), seen) or lse.isnan().any():
+    visible = torch.isfinite(want_lse)
+    if not torch.equal(torch.isfinite(lse), visible) or lse.isnan().any():
         return "LSE: finite where it must not be, or the reverse"
-    if seen.any():
-        error = (lse.to(wide) - want_lse)[seen].abs().max()
-        bound = (4e-6 if problem.dtype == F32 else 2e-5) * max(1.0, want_lse[seen].abs().max())
+    if visible.any():
+        error = (lse.to(wide) - want_lse)[visible].abs().max()
+        bound = (4e-6 if problem.dtype == F32 else 2e-5) * max(1.0, want_lse[visible].abs().max())
         if tf32:
-            bound += 2 * (low_lse.to(wide) - want_lse)[seen].abs().max()
+            bound += 2 * (low_lse.to(wide) - want_lse)[visible].abs().max()
         if not error <= bound:
             return f"LSE: error {error:.3g} above {bound:.3g}"
     return ""

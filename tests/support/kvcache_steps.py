@@ -147,13 +147,13 @@ def drawn(of: Kind, seed: int) -> Step:
 
 
 def update_of(step: Step, dtype: torch.dtype, device: str) -> Update:
-    given = step.arguments(dtype, device)
+    arguments = step.arguments(dtype, device)
     return Update(
-        *(given[name] for name in ("q", "k_cache", "v_cache", "k", "v", "cache_seqlens")),
-        given.get("rotary_cos"),
-        given.get("rotary_sin"),
-        given.get("cache_batch_idx"),
-        given.get("block_table"),
+        *(arguments[name] for name in ("q", "k_cache", "v_cache", "k", "v", "cache_seqlens")),
+        arguments.get("rotary_cos"),
+        arguments.get("rotary_sin"),
+        arguments.get("cache_batch_idx"),
+        arguments.get("block_table"),
         step.interleaved,
         step.causal,
     )

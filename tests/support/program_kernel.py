@@ -116,14 +116,14 @@ def on_host(programs: Mapping[str, tuple[Program, Arguments, torch.Tensor]], fol
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)  # type: ignore[arg-type]
     assert done.returncode == 0, done.stderr[:3000]
     library = ctypes.CDLL(str(folder / "pairs.so"))
-    found = {}
+    outputs = {}
     for i, (name, (program, arguments, score)) in enumerate(programs.items()):
         results = _outputs(score)
         params = program.params(arguments)
         addresses = [ctypes.c_void_p(t.data_ptr()) for t in (score, *results)]
         getattr(library, f"pairs{i}")(ctypes.byref(params), *addresses, _FOUR(*score.shape))
-        found[name] = results
-    return found
+        outputs[name] = results
+    return outputs
 
 
 def on_gpu(*programs: tuple[Program, Arguments, torch.Tensor]) -> list[Outputs]:

@@ -53,14 +53,14 @@ def integers(launch: Launch) -> dict[str, str]:
     bind = create_function_from_signature(function.signature, function.params, BACKEND)
     given = launch.neutral({})
     seen = bind(**given, **launch.options)[1]
-    found = {}
+    described = {}
     for param, how in zip(function.params, seen, strict=True):
         value = given[param.name]
         if param.name == "UNIT" or (isinstance(value, int) and not param.is_constexpr):
-            found[param.name] = str(how)
+            described[param.name] = str(how)
         elif isinstance(value, tuple):  # type and variant of each field
-            found |= {f"{param.name}.{field}": str(each) for field, *each in zip(value._fields, *how, strict=True)}
-    return found
+            described |= {f"{param.name}.{field}": str(each) for field, *each in zip(value._fields, *how, strict=True)}
+    return described
 
 
 def attention(case: Case) -> Iterator[Launch]:

@@ -50,7 +50,7 @@ def build(
     dtype: str = "bf16",
     arch: str = "sm_90a",
     bias: str = "",
-    **asked: Any,
+    **options: Any,
 ) -> tuple[AttentionProblem, dict[str, torch.Tensor], Inputs]:
     """A problem of 2 × 8 heads and tensors without memory; a bias is one row for all queries, or full."""
     kind, batch, heads = DTYPES[dtype], 2, 8
@@ -58,7 +58,7 @@ def build(
     problem = AttentionProblem(
         batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=seqlen_q or seqlen, seqlen_k=seqlen, head_dim=head_dim,
         head_dim_v=dv, dtype=kind, scale=head_dim**-0.5, arch=arch,
-        bias=bool(bias), **asked,
+        bias=bool(bias), **options,
     )  # fmt: skip
 
     def meta(*shape: int, of: torch.dtype = kind) -> torch.Tensor:

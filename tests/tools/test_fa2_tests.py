@@ -69,13 +69,13 @@ def module(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "workers"])
 def test_a_sample_of_a_module_runs(module: Path, options: tuple[str, ...]) -> None:
-    rc, said = run(module, "--sample", "6", "-v", *options, fresh=not options)
+    rc, output = run(module, "--sample", "6", "-v", *options, fresh=not options)
     cases = [
         re.search(r"test_func\[\S+\]", line)[0]
-        for line in said.splitlines()
+        for line in output.splitlines()
         if "PASSED" in line and "test_func[" in line
     ]
-    assert rc == 1 and "7 passed" in said and "1 failed" in said, said
+    assert rc == 1 and "7 passed" in output and "1 failed" in output, output
     assert len(set(cases)) == 6
 
 
@@ -85,14 +85,14 @@ def drawn(shim: ModuleType, count: int, seed: int) -> list[tuple]:
     marks = [
         mark.mark for mark in (*marks, pytest.mark.parametrize(["d"], [(n,) for n in range(40)]), pytest.mark.slow)
     ]
-    given: list[tuple] = []
+    parametrized: list[tuple] = []
     definition = SimpleNamespace(own_markers=marks, name="test_it")
-    metafunc = SimpleNamespace(definition=definition, parametrize=lambda *args, ids: given.extend((args, ids)))
+    metafunc = SimpleNamespace(definition=definition, parametrize=lambda *args, ids: parametrized.extend((args, ids)))
     shim.Sample(count, seed).pytest_generate_tests(metafunc)
-    if not given:
+    if not parametrized:
         assert len(marks) == 4
         return []
-    (names, cases), ids = given
+    (names, cases), ids = parametrized
     assert names == ["a", "b", "c", "d"] and [m.name for m in definition.own_markers] == ["slow"]
     assert ids == ["-".join(map(str, case)) for case in cases]
     return [tuple(case) for case in cases]

@@ -73,14 +73,14 @@ def test_a_limit_of_time_and_a_record_of_every_case(tmp_path: Path) -> None:
     pytest.importorskip("expecttest")
     path, record = tmp_path / "test_module.py", tmp_path / "cases.jsonl"
     path.write_text(MODULE)
-    rc, said = run(path, "--on-cpu", "-q", "--record", str(record))
+    rc, output = run(path, "--on-cpu", "-q", "--record", str(record))
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     outcomes = {line["case"].rsplit("::", 1)[1]: line["outcome"] for line in lines}
     assert outcomes["test_gradient_causal_True_cpu"] == "passed" and outcomes["test_skipped_cpu"] == "skipped"
-    assert outcomes["test_dropout_cpu"] == "failed", said
+    assert outcomes["test_dropout_cpu"] == "failed", output
     assert {line["why"] for line in lines if line["outcome"] == "skipped"} == {"Skipped: why it is"}
-    rc, said = run(path, "--on-cpu", "-q", "--seconds", "0")
-    assert rc == 0 and "4 skipped" in said and "the 0 s of --seconds were over" in said, said
+    rc, output = run(path, "--on-cpu", "-q", "--seconds", "0")
+    assert rc == 0 and "4 skipped" in output and "the 0 s of --seconds were over" in output, output
 
 
 def test_a_case_that_torch_refuses_by_itself_is_skipped_with_that_reason(tmp_path: Path) -> None:

@@ -376,16 +376,16 @@ def test_auto_check_fails_with_a_wrong_candidate(auto_check, monkeypatch, tmp_pa
 def test_auto_check_goes_on_from_a_file(auto_check, monkeypatch, tmp_path, capsys):
     """Kept are the cells that are there, with their commit; measured is what lacks, and what failed before."""
     right, wrong = TunableKernel("a", {64: 1.0, 32: 2.0}), TunableKernel("a", {64: 1.0, 32: 2.0}, wrong=(32,))
-    status, whole = check_auto(auto_check, monkeypatch, [right], tmp_path)
-    assert status == 0 and [cell["commit"] for cell in whole["cells"]] == ["now"] * 2
+    status, body_of_all = check_auto(auto_check, monkeypatch, [right], tmp_path)
+    assert status == 0 and [cell["commit"] for cell in body_of_all["cells"]] == ["now"] * 2
     path = tmp_path / "auto.json"
-    part = whole | {"cells": [whole["cells"][0] | {"commit": "before", "loss": 0.01}]}
+    part = body_of_all | {"cells": [body_of_all["cells"][0] | {"commit": "before", "loss": 0.01}]}
     path.write_text(json.dumps(part))
     right.ran.clear()
     status, body = check_auto(auto_check, monkeypatch, [right], tmp_path, "--resume")
     assert status == 0 and body["cells"][0] == part["cells"][0] and body["worst"] == 0.01
     assert [cell["commit"] for cell in body["cells"]] == ["before", "now"]
-    assert [cell["problem"] for cell in body["cells"]] == [cell["problem"] for cell in whole["cells"]]
+    assert [cell["problem"] for cell in body["cells"]] == [cell["problem"] for cell in body_of_all["cells"]]
     said = capsys.readouterr().out
     assert "1 of 2 cells are kept (before: 1); here is now" in said and "before: 1, now: 1" in said
     assert right.ran.count(32) == 1, "one problem, not two"

@@ -171,13 +171,13 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], li
     folder: Path = tmp_path_factory.mktemp("blocks")
     (folder / "blocks.cpp").write_text(PROGRAM.format(shared=shared, namespaces=namespaces, calls=calls))
     build = [compiler, "-std=c++17", "-O0", str(folder / "blocks.cpp"), "-o", str(folder / "blocks")]
-    done = subprocess.run(build, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
     def run(lines: list[str]) -> list[list[list[str]]]:
         program, text = str(folder / "blocks"), "\n".join(lines)
-        done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
-        return [[line.split() for line in part.splitlines()] for part in done.stdout.split("end\n")[:-1]]
+        process = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
+        return [[line.split() for line in part.splitlines()] for part in process.stdout.split("end\n")[:-1]]
 
     return run
 

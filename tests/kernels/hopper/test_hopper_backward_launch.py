@@ -32,16 +32,18 @@ def launch(monkeypatch: pytest.MonkeyPatch):
     """Launches a configuration, and tells what each launch was given, by which parameters it has; and the memory."""
 
     def run(config: GradientConfig, problem: AttentionProblem) -> tuple[dict[str, SimpleNamespace], list[torch.Tensor]]:
-        made: list[torch.Tensor] = []
+        allocated: list[torch.Tensor] = []
 
         def strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.empty_strided(size, stride, dtype=dtype)
 
         with monkeypatch.context() as patch:
-            patch.setattr(jit_launch, "allocator", lambda device: lambda *how: made.append(strided(*how)) or made[-1])
+            patch.setattr(
+                jit_launch, "allocator", lambda device: lambda *how: allocated.append(strided(*how)) or allocated[-1]
+            )
             found, tensors = gradient_launches(config, problem, patch)
         names = {params: name for name, params in LAUNCHES.items()}
-        return {names[type(one.params)]: one for one in found}, [*made, tensors.dq, tensors.dk, tensors.dv]
+        return {names[type(one.params)]: one for one in found}, [*allocated, tensors.dq, tensors.dk, tensors.dv]
 
     return run
 
@@ -135,13 +137,13 @@ def test_a_call_like_an_earlier_one_is_told_the_same_but_for_addresses(
 
 def test_other_strides_are_another_kind_and_threads_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of()
-    plan, found = gradient_plan(backward.config_of(problem), problem, monkeypatch)
+    plan, launched = gradient_plan(backward.config_of(problem), problem, monkeypatch)
     tensors = gradient_tensors(problem)
     plan.launch(tensors)
     turned = tensors.do.transpose(1, 2).contiguous().transpose(1, 2)
     plan.launch(replace(tensors, do=turned))
     assert len(plan.kinds) == 2
-    before, after = found[0].params, found[len(found) // 2].params
+    before, after = launched[0].params, launched[len(launched) // 2].params
     assert (before.dout_row, before.dout_head) == (8 * 128, 128)
     assert (after.dout_row, after.dout_head) == (128, 1000 * 128)
     launches, key = plan.kinds[tensors.kind], tuple(tensor.data_ptr() for tensor in tensors.mapped)

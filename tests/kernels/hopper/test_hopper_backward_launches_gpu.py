@@ -95,14 +95,14 @@ def test_four_streams_at_once() -> None:
     torch.cuda.synchronize()
     chance, streams = random.Random(0), [torch.cuda.Stream() for _ in range(4)]
     for _ in range(10):
-        found = []
+        results = []
         for _ in range(40):
             number = chance.randrange(len(pool))
             problem, inputs, what = pool[number]
             with torch.cuda.stream(chance.choice(streams)):
-                found.append((number, hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)))
+                results.append((number, hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)))
         torch.cuda.synchronize()
-        for number, grads in found:
+        for number, grads in results:
             assert equal(grads, alone[number], ("q", "k", "v", "sinks")), pool[number][0].describe()
 
 
@@ -157,13 +157,13 @@ def test_rows_far_apart() -> None:
     what = forwarded(problem, inputs)
     what = replace(what, do=far(1, rows, 1, 64))
     near = Inputs(*(t.contiguous() for t in (q, q, q)))
-    found = run(problem, inputs, what)
+    grads = run(problem, inputs, what)
     expected = run(
         AttentionProblem.from_inputs(near, causal=True, deterministic=True),
         near,
         replace(what, do=what.do.contiguous()),
     )
-    assert equal(found, expected, ("q", "k", "v"))
+    assert equal(grads, expected, ("q", "k", "v"))
 
 
 @pytest.mark.gpu
@@ -181,14 +181,14 @@ def test_tensors_of_more_than_2_to_the_31_elements() -> None:
     inputs = Inputs(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=length, max_seqlen_k=length)
     problem = AttentionProblem.from_inputs(inputs, causal=True, deterministic=True)
     what = forwarded(problem, inputs)
-    found = hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)
+    grads = hopper_backward(problem, inputs, what.out, what.lse, what.do, what.dlse)
     last = slice(total - length, total)
     alone = replace(inputs, q=q[last], k=k[last], v=v[last], cu_seqlens_q=cu[:2], cu_seqlens_k=cu[:2])
     single = AttentionProblem.from_inputs(alone, causal=True, deterministic=True)
     logs = {name: getattr(what, name)[:, last].contiguous() for name in ("lse", "dlse")}
     expected = run(single, alone, replace(what, **logs, out=what.out[last], do=what.do[last]))
     for name in "qkv":
-        assert torch.equal(getattr(found, name)[last], getattr(expected, name)), f"d{name}"
+        assert torch.equal(getattr(grads, name)[last], getattr(expected, name)), f"d{name}"
 
 
 @pytest.mark.gpu
@@ -231,11 +231,11 @@ def test_dq_is_written_to_a_given_place(head_dim: int, deterministic: bool) -> N
     expected = run(problem, inputs, what)
     repeat = KERNEL.prepare(problem, inputs)
     wide = torch.full((2, 900, 12, head_dim), math.nan, dtype=BF16, device=HERE)
-    given = wide[:, 50:827, 4:8]
-    dq, dk, dv = repeat(inputs.q, inputs.k, inputs.v, what.out, what.lse, what.do, given)
+    dq_out = wide[:, 50:827, 4:8]
+    dq, dk, dv = repeat(inputs.q, inputs.k, inputs.v, what.out, what.lse, what.do, dq_out)
     torch.cuda.synchronize()
-    assert dq is given and torch.equal(dk, expected.k) and torch.equal(dv, expected.v)
+    assert dq is dq_out and torch.equal(dk, expected.k) and torch.equal(dv, expected.v)
     torch.testing.assert_close(
         dq, expected.q, **({"rtol": 0, "atol": 0} if deterministic else {"rtol": 0.02, "atol": 0.02})
     )
-    assert int(wide.isnan().sum()) == wide.numel() - given.numel(), "rows or heads around it were written"
+    assert int(wide.isnan().sum()) == wide.numel() - dq_out.numel(), "rows or heads around it were written"

@@ -34,13 +34,13 @@ def test_they_are_those_with_a_key_that_a_query_sees() -> None:
         seen &= key >= query - left if left >= 0 else True
         seen &= key <= query + right if right >= 0 else True
         blocks = sorted(set((seen.any(0).nonzero().flatten() // KEYS).tolist()))
-        found = seen_n_blocks(problem, KEYS, QUERIES)
+        n_blocks = seen_n_blocks(problem, KEYS, QUERIES)
         if left < 0:
-            assert found == range(-(-keys // KEYS)) and not has_unseen_keys(problem, KEYS, QUERIES)
+            assert n_blocks == range(-(-keys // KEYS)) and not has_unseen_keys(problem, KEYS, QUERIES)
         elif blocks:
-            assert found == range(blocks[0], blocks[-1] + 1), problem
+            assert n_blocks == range(blocks[0], blocks[-1] + 1), problem
         else:
-            assert len(found) == 1 and found.stop <= -(-keys // KEYS), "a launch has a tile"
+            assert len(n_blocks) == 1 and n_blocks.stop <= -(-keys // KEYS), "a launch has a tile"
         unseen += has_unseen_keys(problem, KEYS, QUERIES)
     assert unseen > 100
 

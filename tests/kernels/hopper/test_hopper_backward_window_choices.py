@@ -24,7 +24,7 @@ TITLE = r"D(\d+) (full|causal)(?: window (\d+)(?:,(\d+))?)? N(\d+)(?:x(\d+))? B(
 
 def rows(*kinds: str) -> list[tuple[AttentionProblem, dict[str, float], dict[str, Any]]]:
     """Problems that were timed, how much faster than the choice of then each candidate was, and the row."""
-    found = []
+    measured = []
     timed = json.loads(TIMED.read_text())
     for row in timed["rows"] + [row for row in timed["second"]["rows"] if "unseen" not in row["kind"]]:
         if row["kind"] not in kinds:
@@ -42,9 +42,9 @@ def rows(*kinds: str) -> list[tuple[AttentionProblem, dict[str, float], dict[str
         )  # fmt: skip
         medians = {name: statistics.median(times) for name, times in row["ms"].items()}
         base = (medians["today"] + medians["today again"]) / 2
-        found.append((problem, {name: base / median for name, median in medians.items()}, row))
-    assert found
-    return found
+        measured.append((problem, {name: base / median for name, median in medians.items()}, row))
+    assert measured
+    return measured
 
 
 def section_of(problem: AttentionProblem) -> int:
@@ -54,15 +54,15 @@ def section_of(problem: AttentionProblem) -> int:
 
 def test_two_kernels_are_taken_where_they_were_faster() -> None:
     kinds = ("odd D", "narrow wide D", "middle wide D", "long wide D", "unseen", "511", "640", "1000")
-    taken = {True: [], False: []}
+    gains = {True: [], False: []}
     for problem, gain, _ in rows(*kinds):
         if problem.head_dim > 128 and "split 64,64,c1" in gain:
             two = design_of(problem) == "split_dkdv_dq"
-            taken[two].append(gain["split 64,64,c1"])
+            gains[two].append(gain["split 64,64,c1"])
             config = KERNEL.config(problem)
             assert not two or (config.block_m, config.block_n, config.cluster) == (64, 64, 1)
-    assert len(taken[True]) == 13 and min(taken[True]) > 1.01, taken
-    assert len(taken[False]) == 11 and statistics.mean(taken[False]) < 1.01 and max(taken[False]) < 1.12, taken
+    assert len(gains[True]) == 13 and min(gains[True]) > 1.01, gains
+    assert len(gains[False]) == 11 and statistics.mean(gains[False]) < 1.01 and max(gains[False]) < 1.12, gains
 
 
 def test_predicted_gains_of_two_kernels_are_near_those_found() -> None:

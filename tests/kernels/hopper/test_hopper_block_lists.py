@@ -163,7 +163,7 @@ def unit_table(name: str) -> torch.Tensor:
     """Units of keys and the units of queries that see them."""
     k, q = torch.arange(2 * TILES)[:, None], torch.arange(BLOCKS)
     of_k, of_q = (torch.searchsorted(DOCUMENT, t, right=True) for t in (k, q))
-    seen = {
+    visible = {
         "causal": q >= k,
         "the other way": q <= k,
         "window": (q >= k) & (q < k + 16),
@@ -171,7 +171,7 @@ def unit_table(name: str) -> torch.Tensor:
         "random": torch.rand(2 * TILES, BLOCKS, generator=torch.Generator().manual_seed(0)) < 0.1,
         "half": torch.rand(2 * TILES, BLOCKS, generator=torch.Generator().manual_seed(0)) < 0.5,
     }[name]
-    return torch.where(seen, FULL, 0).to(torch.int8)[None, None]
+    return torch.where(visible, FULL, 0).to(torch.int8)[None, None]
 
 
 @pytest.mark.parametrize("name", ["causal", "the other way", "window", "documents", "random", "half"])

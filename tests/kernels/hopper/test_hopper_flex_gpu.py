@@ -284,13 +284,13 @@ def test_tanh_with_lists(score: str, head_dim: int, block: int, dtype: torch.dty
 def test_what_a_query_does_not_see_changes_none_of_its_bits(score: str, lists: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 640, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    seen = 300
+    visible_keys = 300
     other = k.clone()
-    other[:, :, seen:] *= 100
+    other[:, :, visible_keys:] *= 100
     limit = torch.full((640,), 640, device="cuda", dtype=torch.int32)  # a mask with it is no window
     shown: Function = (lambda b, h, i, j: (i >= j) & (j < limit[i])) if lists else (lambda b, h, i, j: i >= j)
     mask = create_flashlane_mask(shown, None, None, 640, 640, "cuda")
-    outputs = [flex_attention(q, keys, v, SCORES[score], mask)[:, :, :seen] for keys in (k, other)]
+    outputs = [flex_attention(q, keys, v, SCORES[score], mask)[:, :, :visible_keys] for keys in (k, other)]
     assert torch.equal(*(out.view(torch.int16) for out in outputs))
 
 
@@ -306,11 +306,11 @@ def test_packed_documents(kind: str, head_dim: int) -> None:
     assert packed.NOTES.of(mask) is not None
     sizes = (4, 2, 2)
     q, k, v = (torch.randn(1, h, 700, head_dim, device="cuda", dtype=torch.bfloat16) for h in sizes)
-    found = []
+    results = []
     for backend in ("FLASHLANE", "REFERENCE"):
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
         poison()
         out, lse = flex_attention(*leaves, None, mask, None, True, True, {"BACKEND": backend})
-        found.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)))
-    for one, other in zip(*found, strict=True):
+        results.append((out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)))
+    for one, other in zip(*results, strict=True):
         assert one.shape == other.shape and (one.double() - other.double()).norm() <= 1e-2 * other.double().norm()

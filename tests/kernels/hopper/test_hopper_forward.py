@@ -413,16 +413,16 @@ def test_the_classes_reach_every_head_dim_and_the_smallest_comes_first() -> None
 
 
 def test_shipped_configurations_cover_features_and_dtypes() -> None:
-    found = [config for config, archs in KERNEL.shipped() if archs == ("sm_90a",)]
-    assert len(found) == len(set(found)) > 50
-    constants = [dict(config.constants()) for config in found]
+    configs = [config for config, archs in KERNEL.shipped() if archs == ("sm_90a",)]
+    assert len(configs) == len(set(configs)) > 50
+    constants = [dict(config.constants()) for config in configs]
     switches = ("HAS_LEFT", "HAS_RIGHT", "SOFTCAP", "ALIBI", "SINKS", "VARLEN", "CACHE", "PAGED", "GATHER", "SPLIT")
     for name in (*switches, "COMBINE_IN_KERNEL"):
         assert any(each[name] for each in constants), name
     assert any(each["PAGED"] and not each["GATHER"] for each in constants)
-    assert any(config.v_slices > 1 for config in found)
-    assert any(config.split and not config.combine_in_kernel for config in found)
-    assert {config.dtype for config in found} == {"f16", "bf16"} and any(config.pack_gqa > 1 for config in found)
+    assert any(config.v_slices > 1 for config in configs)
+    assert any(config.split and not config.combine_in_kernel for config in configs)
+    assert {config.dtype for config in configs} == {"f16", "bf16"} and any(config.pack_gqa > 1 for config in configs)
 
 
 def test_candidates_of_the_tuner() -> None:

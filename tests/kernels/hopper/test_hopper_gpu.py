@@ -300,13 +300,13 @@ def test_a_thousand_launches_on_four_streams() -> None:
     torch.cuda.synchronize()
     chance, streams = random.Random(0), [torch.cuda.Stream() for _ in range(4)]
     for _ in range(20):
-        found = []
+        results = []
         for _ in range(50):
             number = chance.randrange(len(pool))
             with torch.cuda.stream(chance.choice(streams)):
-                found.append((number, run(*pool[number])))
+                results.append((number, run(*pool[number])))
         torch.cuda.synchronize()
-        for number, (out, lse) in found:
+        for number, (out, lse) in results:
             assert torch.equal(out, alone[number][0]) and torch.equal(lse, alone[number][1]), pool[number][0].describe()
 
 

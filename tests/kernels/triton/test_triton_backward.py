@@ -136,15 +136,15 @@ def test_modifiers_of_heads_are_read_by_their_strides(shape: tuple[int, ...]) ->
     _, inputs = small()
     apart = replace(inputs, alibi_slopes=every_other(*shape), sinks=every_other(4), logit_scale=every_other(4))
     near = replace(apart, **{name: getattr(apart, name).contiguous() for name in HEAD_MODIFIERS})
-    found = []
+    results = []
     for given in (near, apart):
         problem = AttentionProblem.from_inputs(given, causal=True)
         out, lse = torch.empty_like(given.q), torch.empty(2, 4, 40)
         KERNEL.forward(problem, given, out, lse)
         gradients = triton_backward(problem, given, out, lse, torch.ones_like(out))
-        found.append([out, lse, *(t for t in gradients if t is not None)])
-    assert len(found[0]) == 7 and not any(t.isnan().any() for t in found[0])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([out, lse, *(t for t in gradients if t is not None)])
+    assert len(results[0]) == 7 and not any(t.isnan().any() for t in results[0])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @interpreted

@@ -61,13 +61,13 @@ def run(
         configs.splits_of = before
         forward.clear()
     want_out, want_lse = reference_attention(problem, inputs, torch.float64)
-    seen = torch.isfinite(want_lse)
-    assert torch.equal(torch.isfinite(lse), seen) and not lse.isnan().any()
+    visible = torch.isfinite(want_lse)
+    assert torch.equal(torch.isfinite(lse), visible) and not lse.isnan().any()
     if out.numel():
         unit = 4e-6 if dtype == torch.float32 else 2e-3
         assert (out.double() - want_out).abs().max() <= unit * (1 + want_out.abs().max())
-    if seen.any():
-        assert (lse.double() - want_lse)[seen].abs().max() <= 4e-6 * (1 + want_lse[seen].abs().max())
+    if visible.any():
+        assert (lse.double() - want_lse)[visible].abs().max() <= 4e-6 * (1 + want_lse[visible].abs().max())
     return out, lse
 
 
@@ -210,14 +210,14 @@ def test_what_the_compiler_makes(tmp_path: Path) -> None:
     A thread reduces its rows over the 4 lanes that share them. More shuffles are there where the softmax is worked out
     in another layout than the product's, as it was with a bias that was loaded behind the product.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, SUPPORT / "triton_offline.py"],
         env=environment() | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr[-3000:]
+    rows = json.loads(process.stdout)
     assert len(rows) == 10
     for row in rows:
         assert row["shared"] <= row["limit"] and not row["unwritten"], row
@@ -329,16 +329,16 @@ def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashlane.bench.measure.timing import Timing
 
     targets = {target.name: target for target in triton_targets.targets("sm_90a")}
-    wanted = [
+    names = [
         f"d{d} n{n} bf16 {m}" for d in (64, 128) for n in (1024, 2048, 4096, 8192, 16384) for m in ("full", "causal")
     ]
-    assert set(wanted) < set(targets) and all(targets[name].peer == "(flex)" for name in wanted)
+    assert set(names) < set(targets) and all(targets[name].peer == "(flex)" for name in names)
     assert {target.peer for name, target in targets.items() if "f32" in name} == {"(sdpa-efficient)"}
 
     def row(tag: str, ms: float) -> Row:
         return Row("P", {}, tag, "kernel", "ok", timing=Timing(ms, ms, ms, ms, ms, 5, 1, "test"))
 
-    target = targets[wanted[0]]
+    target = targets[names[0]]
     found = triton_targets.judged(
         target, Results({}, {}, [row("triton", 2.0), row("(flex)", 3.0), row("(flash)", 1.0)])
     )

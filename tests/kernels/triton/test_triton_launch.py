@@ -142,20 +142,20 @@ def test_a_thread_without_a_context_gets_one_and_other_errors_are_raised(driver:
 
 
 def launched_by(
-    monkeypatch: pytest.MonkeyPatch, found: DriverLaunch | None
+    monkeypatch: pytest.MonkeyPatch, plan: DriverLaunch | None
 ) -> tuple[launch.Launch, list[Any], list[Any]]:
     """A launch whose kernel is there, with what asks for its plan, and what goes through Triton's launcher."""
     plan_calls, through_triton = [], []
-    monkeypatch.setattr(launch, "plan_of", lambda *given: plan_calls.append(given) or found)
-    made = compiled()
-    made.run, made.packed_metadata = lambda *given: through_triton.append(given), ()
+    monkeypatch.setattr(launch, "plan_of", lambda *arguments: plan_calls.append(arguments) or plan)
+    compiled_kernel = compiled()
+    compiled_kernel.run, compiled_kernel.packed_metadata = lambda *arguments: through_triton.append(arguments), ()
     active = types.SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
     monkeypatch.setattr(launch, "driver", types.SimpleNamespace(active=active))
     monkeypatch.setattr(launch, "_hooked", lambda: False)
     compiles = types.SimpleNamespace(interpret=False)
     monkeypatch.setattr(launch, "knobs", types.SimpleNamespace(runtime=compiles))
     kernel = launch.Launch(None, (2, 3), ARGUMENTS, {})
-    monkeypatch.setattr(kernel, "_compile", lambda *given: made)
+    monkeypatch.setattr(kernel, "_compile", lambda *arguments: compiled_kernel)
     return kernel, plan_calls, through_triton
 
 
@@ -186,11 +186,11 @@ def test_on_a_gpu_later_calls_go_past_triton_and_give_the_bits_of_the_first(
     monkeypatch.setattr(forward, "_prepared", {})
     monkeypatch.setattr(backward, "_prepared", {})
     q, k, v, grad = (torch.randn(1, seqlen, 3, 64, device="cuda") for _ in range(4))
-    found = []
+    results = []
     for _ in range(3):
         leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
         out = flashlane.flash_attn_func(*leaves, causal=True, kernel="triton")
-        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
     assert len(plans) >= 3 and None not in plans  # the forward, and at least two kernels of the backward
-    for again in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], again, strict=True))
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))

@@ -42,13 +42,15 @@ def steps_of(problem: AttentionProblem, block_m: int, block_n: int, ranges: Quer
 
 def _steps(problem: AttentionProblem, rows: int, shift: int, block_m: int, block_n: int) -> list[int]:
     m_blocks, left, right = -(-rows // block_m), problem.window_left, problem.window_right
-    found = []
+    m_blocks_of_tiles = []
     for first in range(0, problem.seqlen_k, block_n):
         last = min(first + block_n, problem.seqlen_k) - 1
         hidden = 0 if right < 0 else max(0, first - shift - right)  # queries before those that see the tile
         end = rows if left < 0 else min(rows, last - shift + left + 1)
-        found.append((min(m_blocks, -(-end // block_m)) - hidden // block_m if hidden < end else 0) * problem.group)
-    return found
+        m_blocks_of_tiles.append(
+            (min(m_blocks, -(-end // block_m)) - hidden // block_m if hidden < end else 0) * problem.group
+        )
+    return m_blocks_of_tiles
 
 
 def even(heads: int, most: int) -> int:
