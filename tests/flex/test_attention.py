@@ -302,6 +302,27 @@ def test_the_kernels_get_narrow_lists_and_the_reference_the_captured_gradients(k
     assert [name for name, _ in kernels.called] == ["supports", "forward"]
 
 
+def test_on_other_gpus_torchs_function_runs_what_no_backend_is_named_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [t.detach() for t in operands(1, 2, 2, 10, 10)]
+    given: list[tuple[str, float | None]] = []
+
+    def torchs(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse, options, *, return_aux):
+        given.append((options["BACKEND"], scale))
+        return q + 1
+
+    monkeypatch.setattr(attention_module, "torch_function", lambda device: torchs)
+    wanted = flashlane.flex_attention(*tensors)
+    monkeypatch.setattr(attention_module, "arch_of", lambda device: "sm_80")
+    for options in (None, {"BACKEND": "AUTO"}):
+        assert torch.equal(flashlane.flex_attention(*tensors, scale=0.5, kernel_options=options), tensors[0] + 1)
+    assert given == [("AUTO", 0.5)] * 2
+    monkeypatch.setattr(attention_module, "OF_THE_REFERENCE", ())
+    with pytest.raises(NotImplementedError, match="architecture is sm_80"):
+        flashlane.flex_attention(*tensors, kernel_options={"BACKEND": "FLASHLANE"})
+    reference = flashlane.flex_attention(*tensors, kernel_options={"BACKEND": "REFERENCE"})
+    assert torch.equal(reference, wanted) and len(given) == 2
+
+
 def test_a_call_that_no_kernel_takes_raises_and_names_the_choices(kernels: Kernels) -> None:
     kernels.reason = "architecture is sm_80; it takes sm_90a"
     tensors = [t.detach() for t in operands(1, 2, 2, 10, 10)]

@@ -60,9 +60,10 @@ def flex_attention(
         scale: the factor of q·k; 1/sqrt(E) by default.
         enable_gqa: allow fewer key/value heads than query heads.
         return_lse: also return the LSE, ``(B, Hq, L)`` in f32, natural logarithm, differentiable.
-        kernel_options: ``{"BACKEND": name}`` chooses: ``FLASHLANE`` (the same as ``AUTO``), ``REFERENCE`` (torch
-            operations in tiles), ``TORCH``, ``TRITON``, ``TRITON_DECODE`` or ``FLASH`` (torch's own function,
-            compiled). Options that tune torch's Triton kernels have no meaning for flashlane's.
+        kernel_options: ``{"BACKEND": name}`` chooses: ``FLASHLANE`` (as ``AUTO``, the default, on the CPU and on a GPU
+            that has kernels here; on other GPUs ``AUTO`` is ``TORCH``), ``REFERENCE`` (torch operations in tiles),
+            ``TORCH``, ``TRITON``, ``TRITON_DECODE`` or ``FLASH`` (torch's own function, compiled). Options that tune
+            torch's Triton kernels have no meaning for flashlane's.
         return_aux: torch's ``AuxRequest``: the result is then ``(output, AuxOutput)``.
 
     Returns:
@@ -76,9 +77,16 @@ def flex_attention(
         TypeError: ``block_mask`` is no BlockMask, or a function does not return a scalar tensor.
         RuntimeError: ``block_mask`` was sliced and has no mask function since.
     """
-    return attend(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux, "raise"
-    )
+    options = dict(kernel_options or {})
+    if options.get("BACKEND", "AUTO") == "AUTO" and _is_of_torch(query.device):
+        options["BACKEND"] = "TORCH"
+    return attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux, "raise")
+
+
+def _is_of_torch(device: torch.device) -> bool:
+    """Whether the device is a GPU for which there are no kernels here."""
+    arch = arch_of(device)
+    return arch is not None and arch != importlib.import_module(KERNELS).ARCH
 
 
 @torch._dynamo.disable
