@@ -17,9 +17,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from flashlane.core import aliases
+from flashlane.core.repeats import Repeat, RepeatBackward
 from flashlane.core.suggestions import suggest
 
 if TYPE_CHECKING:
@@ -28,37 +29,6 @@ if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem, Gradients, Inputs
     from flashlane.core.ranges import Arriving, KeyPart, QueryRanges, RangedRepeat, Ranges
     from flashlane.jit import Compiled, KernelSource
-
-
-class Repeat(Protocol):
-    """See :meth:`Kernel.prepare`."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        addresses: tuple[int, int, int],
-        inputs: Inputs | None = None,
-    ) -> None: ...
-
-
-class RepeatBackward(Protocol):
-    """See :meth:`BackwardKernel.prepare`."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        do: torch.Tensor,
-        dq: torch.Tensor | None = None,
-        inputs: Inputs | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Gradients | None: ...
 
 
 @dataclass(frozen=True)
