@@ -27,10 +27,10 @@ from hopper_gradients import (
 )
 
 from flashlane.core import registry
-from flashlane.core.problem import AttentionProblem
+from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward import split_q
-from flashlane.kernels.hopper.backward.kernel import config_of
+from flashlane.kernels.hopper.backward.kernel import config_of, prepared_of
 from flashlane.kernels.hopper.backward.launch import Workspace
 from flashlane.kernels.hopper.backward.one_cta import in_kernel_dq
 from flashlane.kernels.hopper.backward.one_cta import launch as one_cta_launch
@@ -81,7 +81,7 @@ def always_split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles are split wherever they may be, as if that cost nothing."""
     registry.changed()
     with monkeypatch.context() as patch:
-        for cost in ("START", "WAIT", "ADD", "LEAST_SAVING", "LEAST_OF_LONG_TILES"):
+        for cost in ("START", "WAIT", "ADD", "LEAST_SAVING", "LEAST_OF_LONG_TILES", "LEAST_OF_PACKED"):
             patch.setattr(split_q, cost, 0.0)
         yield
     registry.changed()
@@ -193,6 +193,11 @@ def test_tma_stores_the_bits_that_consumers_store(variant: Variant) -> None:
 SPLIT = tuple(Variant(BF16, head_dim, mask=mask) for head_dim in (64, 96, 128) for mask in ("full", "right"))
 SPLIT += (Variant(F16, 24), Variant(F16, 112, mask="full"), Variant(BF16, 128, 64, "full"), Variant(BF16, 40, 128))
 SPLIT += tuple(Variant(F16, 128, mask="full", features=(feature,)) for feature in ("softcap", "alibi", "sinks"))
+SPLIT += tuple(
+    Variant(BF16, head_dim, mask=mask, features=("varlen",)) for head_dim in (64, 96, 128) for mask in ("full", "right")
+)
+SPLIT += (Variant(F16, 192, features=("varlen",)), Variant(BF16, 256, 136, "full", ("varlen",)))
+SPLIT += (Variant(F16, 128, features=("varlen", "softcap", "alibi", "sinks")),)
 
 
 @pytest.mark.gpu
@@ -226,6 +231,31 @@ def test_tiles_are_split_that_are_more_than_sms(head_dim: int, causal: bool, alw
     what = backward_inputs(
         problem, inputs, torch.randn_like(inputs.q), torch.randn(logs_of(problem, inputs), device=HERE)
     )
+    found = run(problem, inputs, what)
+    assert not (wrong := complaints(inputs, what, found)), wrong
+    for _ in range(20):
+        assert equal(found, run(problem, inputs, what), repeats(problem))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("longest", [2100, 2600])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_of_the_longest_packed_sequences_are_split(head_dim: int, causal: bool, longest: int) -> None:
+    """Eight query heads share keys, so that one tile would take longer than an SM's share of all others.
+
+    The caller may take the longest sequence for longer than it is: more tiles are then split.
+    """
+    cu_seqlens = torch.tensor([3, 403, 403, 2503, 2504, 2700], dtype=torch.int32, device=HERE)
+    q, k, v = (torch.randn(2705, h, head_dim, device=HERE, dtype=BF16) for h in (8, 1, 1))
+    inputs = Inputs(
+        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest
+    )
+    problem = AttentionProblem.from_inputs(inputs, causal=causal)
+    split = prepared_of(None, problem, q.shape, k.shape, q.device.index).schedule.split_q
+    assert split.splits > 1 and split.tiles >= 9, split
+    what = backward_inputs(problem, inputs, torch.randn_like(q), torch.randn(logs_of(problem, inputs), device=HERE))
     found = run(problem, inputs, what)
     assert not (wrong := complaints(inputs, what, found)), wrong
     for _ in range(20):

@@ -112,7 +112,7 @@ def test_the_order_of_tiles_knows_both_ranges() -> None:
     """Their steps decide the section of the L2 head swizzle."""
     config = config_of_rank(CAUSAL, RANGES)
     (found,) = schedule(config, CAUSAL, 132, RANGES).gradients
-    assert found.sizes["tiles"] == 8 * 128 and found.sizes["whole_tiles"] == found.sizes["tiles"]
+    assert found.sizes["tiles"] == 8 * 128 and found.sizes["first_tiles"] == found.sizes["tiles"]
     assert found.grid == (132, 1, 1)
 
 

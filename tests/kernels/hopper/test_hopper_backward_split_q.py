@@ -63,6 +63,54 @@ def test_splitting_long_tiles_is_worth_what_the_prediction_may_be_wrong_by(monke
     assert split(grouped) == SplitQ(), "it saves 16 %"
 
 
+def packed(longest: int, batch: int, heads: int, kv_heads: int, **more: Any) -> AttentionProblem:
+    return asked(batch=batch, heads=heads, kv_heads=kv_heads, seqlen=longest, varlen=True, **more)
+
+
+def test_tiles_of_the_longest_packed_sequences_are_split() -> None:
+    """With 8 query heads a key/value head, the first tile of 5826 tokens takes 728 steps; each SM has 389 to do."""
+    problem = packed(5826, 26, 16, 2, window_right=0)
+    config = one_cta_tiles.pick(problem)
+    assert config.split_q
+    found = split_of(problem, config, SMS, total=(17172, 17172))
+    assert found.tiles >= 92 and found.splits in (2, 3), "at least those of the longest sequence"
+    assert found.sizes(1196, True) == {"first_tiles": found.tiles, "splits": found.splits}
+    alone = split_of(problem, config, SMS, total=(5826, 5826))
+    assert alone.tiles >= 92 and alone.splits == 3, "the longest sequence"
+    even = split_of(problem, config, SMS, total=(26 * 5826, 26 * 5826))
+    assert even == SplitQ(), "26 sequences of one length end evenly"
+    many = packed(3934, 24, 38, 38, window_right=0)
+    assert split_of(many, config, SMS, total=(44030, 44030)) == SplitQ() and not one_cta_tiles.pick(many).split_q
+
+
+def test_splits_of_packed_sequences_take_no_more_memory_than_dq_in_f32() -> None:
+    problem = packed(20000, 60, 64, 8, window_right=0)
+    config = one_cta_tiles.pick(problem)
+    for total in (20000, 60000, 400000):
+        found = split_of(problem, config, SMS, total=(total, total))
+        most = max(MAX_BYTES, 4 * 64 * 128 * split_q.coarse(total))
+        assert 4 * found.partials * 128 * 2 * 128 <= most, total
+
+
+@pytest.mark.parametrize(("longest", "total", "count"), [(5826, 17172, 26), (100, 1000, 10), (700, 701, 9), (5, 7, 40)])
+def test_lengths_of_packed_sequences_have_their_longest_and_their_sum(longest: int, total: int, count: int) -> None:
+    found = split_q.lengths_like(longest, total, count)
+    assert found[0] == longest and found == sorted(found, reverse=True) and len(found) <= count and min(found) >= 1
+    assert abs(sum(found) - total) <= max(2, count / 2)
+
+
+def test_a_longest_length_that_cannot_be_is_taken_for_what_it_may_be() -> None:
+    assert split_q.lengths_like(8192, 300, 4) == [300], "longer than all tokens"
+    assert split_q.lengths_like(10, 100, 4) == [10] * 4, "too short for all tokens"
+    assert split_q.lengths_like(0, 0, 3) == [1]
+
+
+def test_counts_are_rounded_up_by_an_eighth_at_most() -> None:
+    for count in (0, 1, 15, 16, 17, 5826, 17172, 1 << 20):
+        assert count <= split_q.coarse(count) <= count + count // 8
+    assert len({split_q.coarse(count) for count in range(4096, 8192)}) == 9
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -136,21 +184,23 @@ CHECKS = """
 #include "hopper/backward/split_q.cuh"
 
 // The indices of a launch stand for every step of every tile once, in the order of the tiles.
-__device__ constexpr bool every_step_once(int tiles, int whole_tiles, int splits, int steps) {
+template <bool FIRST_ARE_SPLIT>
+__device__ constexpr bool every_step_once(int tiles, int first_tiles, int splits, int steps) {
     int tile = 0, step = 0, index = 0;
     for (; tile < tiles; ++index) {
-        const TileSplit at = tile_split(index, whole_tiles, splits);
+        const TileSplit at = tile_split<FIRST_ARE_SPLIT>(index, first_tiles, splits);
         const int all = steps + tile % 3 * 7;
         const StepRange range = step_range(all, at.split, splits);
-        if (at.tile != tile || (at.split > 0) != (tile >= whole_tiles)) return false;
+        if (at.tile != tile || (at.split > 0) != (FIRST_ARE_SPLIT == (tile < first_tiles))) return false;
         if (range.begin != step || range.count() < 0) return false;
         step = range.end;
-        if (tile_split(index + 1, whole_tiles, splits).tile == tile) continue;
+        if (tile_split<FIRST_ARE_SPLIT>(index + 1, first_tiles, splits).tile == tile) continue;
         if (step != all) return false;
         ++tile, step = 0;
     }
-    const int all_tiles = tile_split(index, whole_tiles, splits).tile;
-    return index == whole_tiles + (tiles - whole_tiles) * splits && all_tiles == tiles;
+    const int all_tiles = tile_split<FIRST_ARE_SPLIT>(index, first_tiles, splits).tile;
+    const int split_tiles = FIRST_ARE_SPLIT ? first_tiles : tiles - first_tiles;
+    return index == tiles + split_tiles * (splits - 1) && all_tiles == tiles;
 }
 
 extern "C" __global__ void entry() {}
@@ -164,5 +214,6 @@ def test_every_step_of_every_tile_is_of_one_split() -> None:
     for _ in range(40):
         tiles = draw.randint(1, 60)
         cases.append((tiles, draw.randint(0, tiles), draw.randint(1, MAX_SPLITS), draw.randint(0, 40)))
-    text = CHECKS + "".join(f"static_assert(every_step_once({', '.join(map(str, case))}));\n" for case in cases)
+    checks = (f"every_step_once<{first}>({', '.join(map(str, case))})" for case in cases for first in ("false", "true"))
+    text = CHECKS + "".join(f"static_assert({check});\n" for check in checks)
     jit.compile(KernelSource("test.cu", text, "entry", ()), "sm_90a")

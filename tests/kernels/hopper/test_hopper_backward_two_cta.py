@@ -96,13 +96,13 @@ def test_tiles_that_would_leave_clusters_idle_are_split(monkeypatch: pytest.Monk
     assert config.split_q and split.tiles == 24 and split.splits > 1, "24 tiles, 66 clusters"
     (before, gradients, _), _ = gradient_launches(config, problem, monkeypatch)
     assert gradients.grid == (CTAS * min(24 * split.splits, SMS // CTAS), 1, 1)
-    assert (gradients.params.whole_tiles, gradients.params.splits) == (0, split.splits)
+    assert (gradients.params.first_tiles, gradients.params.splits) == (0, split.splits)
     # Of each split tile both consumers of both CTAs count the splits that have left their sums.
     assert before.params.split_arrivals == 4 * 24 and gradients.params.partials is not None
     many = problem_of(seqlen_q=1609, seqlen_k=1609, heads=21, kv_heads=21, head_dim=192, head_dim_v=192)
     found = split_of(many, TwoCtaConfig("bf16", 192, 192), SMS // CTAS)
     assert found.tiles == 13 * 21 % 66 == 9 and found.splits > 1, "the rest of 273 tiles"
-    for whole in ({"varlen": True}, {"window_left": 10}, {"batch": 11, "seqlen_k": 128 * 6}):
+    for whole in ({"varlen": True, "deterministic": True}, {"window_left": 10}, {"batch": 11, "seqlen_k": 128 * 6}):
         assert not pick(problem_of(**whole)).split_q, whole
 
 

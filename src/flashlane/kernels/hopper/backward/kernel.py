@@ -87,7 +87,8 @@ def prepared_of(
     problem = problem.with_hiding_sides
     config = (config or tuned_config(problem)).specialised(problem)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    schedule = select.DESIGNS[config.design].schedule(config, problem, sms)
+    total = (q_shape[0], k_shape[0]) if problem.varlen else None
+    schedule = select.DESIGNS[config.design].schedule(config, problem, sms, total=total)
     return PreparedBackward(config, schedule, problem, q_shape, k_shape, device)
 
 

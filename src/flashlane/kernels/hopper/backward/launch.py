@@ -56,7 +56,7 @@ MAPPED_ARGUMENTS = ("q", "k", "v", "the output's gradient", "the gradient of k",
 _POINTERS = ("lse", "delta", "dq_accum", "dk", "dv", "dq", "semaphores", "postprocess_queue", "counters", "partials")
 _POINTERS += ("zeroed", "added", "written")
 _INTEGERS = ("heads", "kv_heads", "window_left", "window_right", "row_blocks", "blocks", "heads_per_section", "tiles")
-_INTEGERS += ("whole_tiles", "splits", "zeroed_before", "write_until")
+_INTEGERS += ("first_tiles", "splits", "zeroed_before", "write_until")
 _TILE_ORDER = ("kv_heads", "n_blocks", "heads_per_section")
 """What the preprocess and postprocess kernels know of the order of the tiles between them."""
 

@@ -25,9 +25,9 @@ struct PlainParams {
     void *dk, *dv, *dq;            // (batch, row, head, column)
     DqSemaphore* semaphores;       // one for each m-block, where additions to dQ have an order
     int* postprocess_queue;        // slices of dq_accum in the order in which they became complete; 0 before a launch
-    int* counters;                 // see Counters, then arrivals of the splits of each split tile; 0 before a launch
-                                   // VARLEN: then the sequences in the order of their tiles, those with most
-                                   // queries first
+    int* counters;                 // see Counters; VARLEN: then the sequences in the order of their tiles, those with
+                                   // most queries first; then arrivals of the splits of each split tile. Counters
+                                   // and arrivals are 0 before a launch
     float* partials;               // split-Q: dK and dV of all splits of a tile but the last
     int *zeroed, *added;           // in-kernel dQ, by key/value head: tiles whose m-blocks are zeroed; that have added
     int* written;                  // in-kernel dQ: for each tile, 1 when dQ of its m-blocks is written
@@ -38,7 +38,7 @@ struct PlainParams {
     int blocks;                    // n-blocks of the longest sequence that are tiles (dq.cu: its m-blocks)
     int heads_per_section;         // heads whose operands fit the L2 cache at once
     int tiles;                     // of the launch; VARLEN: each sequence counted as the longest, and not read
-    int whole_tiles, splits;       // split-Q: tiles that are not split, which come first; splits of each other tile
+    int first_tiles, splits;       // split-Q: tiles that come first, see tile_split; splits of each split tile
     int zeroed_before;             // in-kernel dQ: tiles whose m-blocks the preprocess kernel zeroes
     int write_until;               // in-kernel dQ: when this many tiles are taken, no warp starts to write dQ any more
     float scale;

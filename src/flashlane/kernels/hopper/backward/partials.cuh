@@ -3,6 +3,11 @@
 #include "attention/semaphore.cuh"
 #include "hopper/backward/params.cuh"
 
+// The counters of splits that are done.
+__device__ __forceinline__ int* split_arrivals(const Params& p) {
+    return p.counters + COUNTERS + (cfg::VARLEN ? p.seqlen.batch : 0);
+}
+
 // A warpgroup's accumulator to and from device memory. A thread's elements lie four by four, so that a warp's are 512
 // bytes in a row.
 template <int N>

@@ -138,8 +138,9 @@ __device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seql
 
 // Initialises the counters of the launch; one warp of the launch calls it.
 __device__ __forceinline__ void init_counters(const Params& p) {
+    const int ordered = cfg::VARLEN ? p.seqlen.batch : 0;  // see order_sequence
     for (int i = threadIdx.x; i < COUNTERS + p.split_arrivals; i += WARP)
-        if (i != SLICES_ALL) p.counters[i] = 0;
+        if (i != SLICES_ALL) p.counters[i < COUNTERS ? i : i + ordered] = 0;
     if constexpr (cfg::LAST_ADDITION) {
         int m_blocks = 0;                                 // to which any n-block adds
         for (int i = threadIdx.x; i < p.seqlen.batch; i += WARP) {

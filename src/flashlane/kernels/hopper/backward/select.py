@@ -31,8 +31,8 @@ class Design:
 
     pick: Callable[[AttentionProblem], GradientConfig]
     """The configuration that a problem gets."""
-    schedule: Callable[[Any, AttentionProblem, int], Schedule]
-    """The launches of a configuration on a GPU of so many SMs."""
+    schedule: Callable[..., Schedule]
+    """The launches of a configuration for a problem on a GPU of so many SMs; ``total``: of the packed sequences."""
 
 
 DESIGNS = {

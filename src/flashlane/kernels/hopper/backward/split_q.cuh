@@ -1,5 +1,6 @@
-// Split-Q: which tile, or split of a tile, an index stands for, and the steps of a split. Whole tiles come first, then
-// the splits of the others. flashlane.kernels.hopper.backward.split_q says which tiles are split.
+// Split-Q: which tile, or split of a tile, an index stands for, and the steps of a split. A launch's first tiles are
+// whole, and the others are split; of packed sequences the first ones are split, as the longest sequences come first.
+// flashlane.kernels.hopper.backward.split_q says which tiles are split.
 #pragma once
 #include "ptx.cuh"
 
@@ -8,9 +9,14 @@ struct TileSplit {
     int split;                     // one more than the split's number among the splits of all tiles; 0: the whole tile
 };
 
-__device__ __forceinline__ constexpr TileSplit tile_split(int index, int whole_tiles, int splits) {
-    if (index < whole_tiles) return {index, 0};
-    return {whole_tiles + (index - whole_tiles) / splits, index - whole_tiles + 1};
+template <bool FIRST_ARE_SPLIT>
+__device__ __forceinline__ constexpr TileSplit tile_split(int index, int first_tiles, int splits) {
+    if (FIRST_ARE_SPLIT) {
+        if (index < first_tiles * splits) return {index / splits, index + 1};
+        return {index - first_tiles * (splits - 1), 0};
+    }
+    if (index < first_tiles) return {index, 0};
+    return {first_tiles + (index - first_tiles) / splits, index - first_tiles + 1};
 }
 
 // The steps of a tile that are made: begin <= step < end.

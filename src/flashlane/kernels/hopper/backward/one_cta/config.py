@@ -52,7 +52,7 @@ class OneCtaConfig(GradientConfig):
     dq: Dq = "tma_reduce_add"
     postprocess: Postprocess = "own_launch"
     split_q: bool = False
-    """The last tiles may be split along their queries (``split_q.py``)."""
+    """Tiles may be split along their queries (``split_q.py``)."""
     ping_pong: PingPong = "off"
     own_loops: bool = False
     """Each consumer warpgroup has its own copy of the loop; with :attr:`mixed_dq` always."""
@@ -70,8 +70,8 @@ class OneCtaConfig(GradientConfig):
             raise ValueError(f"postprocess is {self.postprocess!r} with dq {self.dq!r}; it may be {self._may_be()}")
         if self.split_q and self.in_order:
             raise ValueError(f"split_q is True with dq {self.dq!r}; additions in order are of whole tiles")
-        if self.varlen and (self.split_q or self.in_kernel_dq):
-            raise ValueError("varlen is True with split_q or idle_warps; these count the tiles before the launch")
+        if self.varlen and self.in_kernel_dq:
+            raise ValueError("varlen is True with idle_warps, which count the tiles before the launch")
 
     def _may_be(self) -> str:
         return " or ".join(repr(postprocess) for dq, postprocess in DQ_POLICIES if dq == self.dq)
@@ -197,8 +197,8 @@ class OneCtaConfig(GradientConfig):
             dq, postprocess = "tma_reduce_add", "own_launch"
         elif problem.varlen and postprocess == "idle_warps":
             postprocess = "own_launch"
-        whole = problem.deterministic or problem.varlen
-        tile = replace(self, dq=dq, postprocess=postprocess, split_q=self.split_q and not whole)
+        split = self.split_q and not problem.deterministic
+        tile = replace(self, dq=dq, postprocess=postprocess, split_q=split)
         # Idle warps count the m-blocks that are assigned to each n-block.
         unseen = not tile.in_kernel_dq and has_unseen_keys(problem, self.block_n, self.block_m)
         return replace(GradientConfig.specialised(tile, problem), unseen_keys=unseen)

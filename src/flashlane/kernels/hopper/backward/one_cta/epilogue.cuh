@@ -49,7 +49,7 @@ __device__ __forceinline__ bool combine_splits(const Params& p, int split_of_all
                                                float (&dk)[HEAD_DIM / 2], float (&dv)[HEAD_DIM_V / 2]) {
     if (split_of_all == 0) return true;
     const int tile = (split_of_all - 1) / p.splits, split = (split_of_all - 1) % p.splits, last = p.splits - 1;
-    int* const arrived = p.counters + COUNTERS + tile * CONSUMERS + consumer;
+    int* const arrived = split_arrivals(p) + tile * CONSUMERS + consumer;
     const bool first_thread = threadIdx.x % WARPGROUP == 0;
     if (split < last) {
         float4* to = partials_of(p, tile, split, consumer);

@@ -20,7 +20,7 @@ struct InKernelDqWarp {
 
     __device__ __forceinline__ void run() const {
         griddepcontrol_wait();
-        const int items = p.whole_tiles + (p.tiles - p.whole_tiles) * p.splits;
+        const int items = p.first_tiles + (p.tiles - p.first_tiles) * p.splits;
         int to_zero = p.zeroed_before + take(ZEROING_TAKEN), to_write = take(POSTPROCESS_TAKEN);
         int written = -1;                                 // m-blocks of the tile `to_write`; −1: its dQ is not begun
         while (true) {

@@ -12,16 +12,30 @@ from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, split_of
 
 
-def schedule(config: OneCtaConfig, problem: AttentionProblem, sms: int, ranges: QueryRanges | None = None) -> Schedule:
-    """The launch of a problem on a GPU of so many SMs; of two ranges of queries where these are given."""
-    split = split_of(problem, config, sms, ranges) if config.split_q else WHOLE_TILES
+def schedule(
+    config: OneCtaConfig,
+    problem: AttentionProblem,
+    sms: int,
+    ranges: QueryRanges | None = None,
+    total: tuple[int, int] | None = None,
+) -> Schedule:
+    """The launch of a problem on a GPU of so many SMs.
+
+    Args:
+        config: the tile.
+        problem: the attention problem.
+        sms: SMs of the GPU.
+        ranges: of the queries, where they are two.
+        total: queries and keys of all packed sequences.
+    """
+    split = split_of(problem, config, sms, ranges, total) if config.split_q else WHOLE_TILES
     n_block_range = tiles_of(problem, config)
     n_blocks = len(n_block_range)
     section = config.heads_per_section or _section(config, problem, n_block_range, sms, ranges)
     in_kernel = in_kernel_dq_of(problem, config.block_n, section, sms) if config.in_kernel_dq else OWN_LAUNCHES
     tiles = n_blocks * problem.kv_heads * problem.batch
     sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
-    sizes |= {"first_block": n_block_range.start, "whole_tiles": tiles - split.tiles, "splits": split.splits}
+    sizes |= {"first_block": n_block_range.start, **split.sizes(tiles, problem.varlen)}
     # At most a CTA an SM. Of packed sequences, whose tiles are counted on the GPU, perhaps fewer have work.
     grid = min(sms, tiles + split.partials), 1, 1
     return Schedule((GradientLaunch(grid, (config.block_m, config.block_n), sizes),), split, in_kernel)

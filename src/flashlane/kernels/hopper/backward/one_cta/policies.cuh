@@ -43,7 +43,7 @@ template <typename Dq>
 struct WholeTiles {
     static constexpr bool SPLIT_Q = false;
 };
-// The last tiles are split along their queries, so that all SMs are done at about the same time. All but the last part
+// Some tiles are split along their queries, so that all SMs are done at about the same time. All but the last part
 // of a tile leave their dK and dV in device memory, where the last one adds them to its own, in their order. Additions
 // to dQ that have an order are of whole tiles, as a semaphore counts n-blocks.
 template <typename Dq, bool UNORDERED = !Dq::IN_ORDER>
@@ -76,4 +76,4 @@ constexpr bool IN_KERNEL_DQ = Dq::POSTPROCESS == Postprocess::IDLE_WARPS;
 constexpr bool POSTPROCESS_LAST_ADDITION = Dq::POSTPROCESS == Postprocess::LAST_ADDITION;
 constexpr bool SPLIT_Q = Partition::SPLIT_Q;
 static_assert(!SKIPS_HIDDEN || (cfg::BLOCK_LISTS && PING_PONG == PingPong::OFF), "a hidden step would not arrive");
-static_assert(!cfg::VARLEN || !(SPLIT_Q || IN_KERNEL_DQ), "tiles of packed sequences are counted on the GPU");
+static_assert(!cfg::VARLEN || !IN_KERNEL_DQ, "tiles of packed sequences are counted on the GPU");

@@ -15,15 +15,12 @@ struct TileScheduler {
         return tile_at(p, (FIRST_TILE_OWN ? gridDim.x : 0) + atomicAdd(p.counters + TILES_TAKEN, 1));
     }
     __device__ __forceinline__ TileCoordinates tile_at(const Params& p, int index) {
-        if constexpr (!cfg::VARLEN) {
-            const TileSplit found = SPLIT_Q ? tile_split(index, p.whole_tiles, p.splits) : TileSplit{index, 0};
-            if (found.tile >= p.tiles) return {0, 0, NO_TILE, 0};
-            TileCoordinates at = dense_tile(p, found.tile);
-            if constexpr (!cfg::BLOCK_LISTS) at.split_or_listed = found.split;
-            return at;
-        } else {
-            return packed.tile(p, index, BLOCK_N);
-        }
+        const TileSplit found =
+            SPLIT_Q ? tile_split<cfg::VARLEN>(index, p.first_tiles, p.splits) : TileSplit{index, 0};
+        if (!cfg::VARLEN && found.tile >= p.tiles) return {0, 0, NO_TILE, 0};
+        TileCoordinates at = cfg::VARLEN ? packed.tile(p, found.tile, BLOCK_N) : dense_tile(p, found.tile);
+        if constexpr (!cfg::BLOCK_LISTS) at.split_or_listed = found.split;
+        return at;
     }
 };
 

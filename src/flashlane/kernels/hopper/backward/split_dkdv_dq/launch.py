@@ -12,8 +12,10 @@ from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import SplitConfig
 
 
-def schedule(config: SplitConfig, problem: AttentionProblem, sms: int) -> Schedule:
-    """The launches of a problem. Each tile has a CTA (dK and dV: a cluster) of its own, so ``sms`` is not read."""
+def schedule(
+    config: SplitConfig, problem: AttentionProblem, sms: int, *, total: tuple[int, int] | None = None
+) -> Schedule:
+    """The launches of a problem. Each tile has a CTA (dK and dV: a cluster) of its own, so the others are not read."""
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     n_blocks = -(-problem.seqlen_k // config.cluster_keys)
     m_blocks = -(-problem.seqlen_q // config.dq_queries)

@@ -35,7 +35,7 @@ class TwoCtaConfig(GradientConfig):
     do_stages: int = 2
 
     split_q: bool = False
-    """The last tiles may be split along their queries (``split_q.py``)."""
+    """Tiles may be split along their queries (``split_q.py``)."""
 
     design: ClassVar[str] = "two_cta"
     dq_transposed: ClassVar[bool] = False
@@ -45,7 +45,7 @@ class TwoCtaConfig(GradientConfig):
     def specialised(self, problem: AttentionProblem) -> TwoCtaConfig:
         """The tile with what a problem needs switched on."""
         unseen = has_unseen_keys(problem, self.block_n, self.block_m)
-        tile = replace(self, split_q=self.split_q and not problem.varlen, unseen_keys=unseen)
+        tile = replace(self, unseen_keys=unseen)
         return GradientConfig.specialised(tile, problem)
 
     @property

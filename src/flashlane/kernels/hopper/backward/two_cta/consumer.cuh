@@ -144,7 +144,7 @@ struct Consumer {
             const long long place = static_cast<long long>(tile) * last * CTAS + rank;
             float4* const first = reinterpret_cast<float4*>(p.partials) + place * (DV + DK) + (NUMBER ? DV : 0) +
                                   threadIdx.x % WARPGROUP;
-            int* const arrived = p.counters + COUNTERS + (tile * CTAS + rank) * CONSUMERS + NUMBER;
+            int* const arrived = split_arrivals(p) + (tile * CTAS + rank) * CONSUMERS + NUMBER;
             const bool first_thread = threadIdx.x % WARPGROUP == 0;
             if (split < last) {
                 float4* to = first + static_cast<long long>(split) * CTAS * (DV + DK);

@@ -17,8 +17,16 @@ from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, split_of
 from flashlane.kernels.hopper.backward.two_cta.config import CTAS, TwoCtaConfig, refusal
 
 
-def schedule(config: TwoCtaConfig, problem: AttentionProblem, sms: int) -> Schedule:
+def schedule(
+    config: TwoCtaConfig, problem: AttentionProblem, sms: int, *, total: tuple[int, int] | None = None
+) -> Schedule:
     """The launch of a problem on a GPU of ``sms`` SMs.
+
+    Args:
+        config: the tile.
+        problem: the attention problem.
+        sms: SMs of the GPU.
+        total: queries and keys of all packed sequences.
 
     Raises:
         NotImplementedError: :func:`~flashlane.kernels.hopper.backward.two_cta.config.refusal` gives a reason.
@@ -35,8 +43,8 @@ def schedule(config: TwoCtaConfig, problem: AttentionProblem, sms: int) -> Sched
         section = fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms // CTAS)
     section = section or two_cta_heads_per_section(problem)
     sizes = {"blocks": n_blocks, "first_block": n_block_range.start, "tiles": tiles, "heads_per_section": section}
-    split = split_of(problem, config, sms // CTAS) if config.split_q else WHOLE_TILES
-    sizes |= {"whole_tiles": tiles - split.tiles, "splits": split.splits}
+    split = split_of(problem, config, sms // CTAS, total=total) if config.split_q else WHOLE_TILES
+    sizes |= split.sizes(tiles, problem.varlen)
     grid = CTAS * min(tiles + split.partials, sms // CTAS), 1, 1
     # Each CTA loads half of the rows of Q and dO.
     return Schedule((GradientLaunch(grid, (config.block_m // CTAS, CHUNK), sizes),), split)

@@ -17,7 +17,8 @@ struct SchedulerWarp {
         PackedTileSearch packed;
         for (bool more = true; more; ++tiles) {
             const int taken = next();
-            const TileSplit split = cfg::SPLIT_Q ? tile_split(taken, p.whole_tiles, p.splits) : TileSplit{taken, 0};
+            const TileSplit split =
+                cfg::SPLIT_Q ? tile_split<cfg::VARLEN>(taken, p.first_tiles, p.splits) : TileSplit{taken, 0};
             const int index = split.tile;
             TileCoordinates at{};
             if constexpr (cfg::VARLEN) at = packed.tile(p, index, cfg::BLOCK_N);

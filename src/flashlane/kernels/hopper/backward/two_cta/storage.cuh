@@ -27,7 +27,6 @@ constexpr int HALF_ROWS = BLOCK_M / CTAS;
 
 static_assert(cfg::BLOCK_N == CTAS * KEYS && BLOCK_M == 64);
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DO_STAGES & (DO_STAGES - 1)) == 0);
-static_assert(!cfg::VARLEN || !cfg::SPLIT_Q, "tiles of packed sequences are counted on the GPU");
 static_assert(HEAD_DIM <= 256 && HEAD_DIM_V <= 256 && IN_REGISTERS_BYTES <= DS_BYTES);
 
 // The record of a tile, which all warps read, and that of a step, which the consumers read with its Q or dO. Threads
