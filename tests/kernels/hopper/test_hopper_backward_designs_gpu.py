@@ -247,7 +247,7 @@ def test_tiles_of_the_longest_packed_sequences_are_split(head_dim: int, causal: 
 
     The caller may take the longest sequence for longer than it is: more tiles are then split.
     """
-    cu_seqlens = torch.tensor([3, 403, 403, 2503, 2504, 2700], dtype=torch.int32, device=HERE)
+    cu_seqlens = torch.tensor([0, 400, 400, 2500, 2501, 2697], dtype=torch.int32, device=HERE)
     q, k, v = (torch.randn(2705, h, head_dim, device=HERE, dtype=BF16) for h in (8, 1, 1))
     inputs = Inputs(
         q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest

@@ -95,14 +95,23 @@ def test_splits_of_packed_sequences_take_no_more_memory_than_dq_in_f32() -> None
 @pytest.mark.parametrize(("longest", "total", "count"), [(5826, 17172, 26), (100, 1000, 10), (700, 701, 9), (5, 7, 40)])
 def test_lengths_of_packed_sequences_have_their_longest_and_their_sum(longest: int, total: int, count: int) -> None:
     found = split_q.lengths_like(longest, total, count)
-    assert found[0] == longest and found == sorted(found, reverse=True) and len(found) <= count and min(found) >= 1
+    assert found[0] == longest and found == sorted(found, reverse=True) and len(found) == count
     assert abs(sum(found) - total) <= max(2, count / 2)
 
 
 def test_a_longest_length_that_cannot_be_is_taken_for_what_it_may_be() -> None:
-    assert split_q.lengths_like(8192, 300, 4) == [300], "longer than all tokens"
+    assert split_q.lengths_like(8192, 300, 4) == [300, 0, 0, 0], "longer than all tokens"
     assert split_q.lengths_like(10, 100, 4) == [10] * 4, "too short for all tokens"
-    assert split_q.lengths_like(0, 0, 3) == [1]
+    assert split_q.lengths_like(0, 0, 3) == [0, 0, 0]
+
+
+def test_queries_and_keys_of_packed_sequences_may_be_unlike() -> None:
+    """One of the two has a sequence that fills it, and the other many."""
+    for queries, keys in (((900, 900), (900, 3000)), ((5000, 20000), (7, 7)), ((1, 24), (6000, 20000))):
+        problem = replace(packed(keys[0], 24, 16, 2), seqlen_q=queries[0])
+        config = one_cta_tiles.pick(problem)
+        found = split_of(problem, config, SMS, total=(queries[1], keys[1]))
+        assert found.splits <= MAX_SPLITS and found.tiles <= 24 * 2 * math.ceil(split_q.coarse(keys[0]) / 128)
 
 
 def test_counts_are_rounded_up_by_an_eighth_at_most() -> None:

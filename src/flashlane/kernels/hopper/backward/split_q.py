@@ -30,7 +30,7 @@ LEAST_OF_LONG_TILES = 0.05
 """The same where tiles are no fewer than SMs, under a causal mask: there the prediction was compared with no timing."""
 MAX_BYTES = 40 << 20
 """The most bytes of device memory for the splits' dK and dV; of packed sequences what dQ takes in f32, if more."""
-LEAST_OF_PACKED = 0.03
+LEAST_OF_PACKED = 0.05
 """The same as :data:`LEAST_SAVING` for packed sequences, of whose lengths the host knows the longest and the sum."""
 BISECTIONS = 20
 """Of the quotient of lengths that follow each other."""
@@ -144,6 +144,7 @@ def _split_of_packed(problem: AttentionProblem, config: GradientConfig, workers:
     steps = [
         steps_of(replace(problem, varlen=False, batch=1, seqlen_q=q, seqlen_k=k), config.block_m, config.block_n)
         for q, k in zip(queries, keys, strict=True)
+        if k
     ]
     work = problem.kv_heads * sum(count + START for of_one in steps for count in of_one) / workers
     bytes_of_dq = 4 * problem.heads * config.head_dim * total[0]
@@ -156,7 +157,7 @@ def _split_of_packed(problem: AttentionProblem, config: GradientConfig, workers:
 
     whole = takes(0, 1)
     best, found = (1 - LEAST_OF_PACKED) * whole, WHOLE_TILES
-    if not 1 < max(map(max, steps)) <= MAX_STEPS or work > best:
+    if not 1 < max((max(of_one) for of_one in steps), default=0) <= MAX_STEPS or work > best:
         return WHOLE_TILES
     sequences, tiles = 1, len(steps[0]) * problem.kv_heads
     while True:
@@ -173,15 +174,14 @@ def lengths_like(longest: int, total: int, count: int) -> list[int]:
     """Lengths of so many packed sequences, the longest first, each the same part of the one before.
 
     Args:
-        longest: the longest length, which is exceeded where it is too short for the sum.
-        total: their sum, about; the longest has no less than its length.
-        count: sequences; those of no token at the end are left out.
+        longest: the longest length; a longer one than the sum is taken for the sum.
+        total: the sum of all, about.
+        count: sequences.
     """
-    if total <= longest or count == 1:
-        return [max(1, min(longest, total))]
+    if total <= longest:
+        return [total] + [0] * (count - 1)
     low, high = 0.0, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if longest * sum(middle**i for i in range(count)) < total else (low, middle)
-    lengths = (round(longest * low**i) for i in range(count))
-    return [length for length in lengths if length > 0]
+    return [round(longest * low**i) for i in range(count)]
