@@ -59,7 +59,7 @@ class OneCtaConfig(GradientConfig):
     tma_stores: bool = False
     """TMA stores dK and dV where it can and shared memory has room (:attr:`staging`)."""
     skips_hidden: bool = False
-    """With lists: a consumer makes no products of a step in which its keys are hidden."""
+    """A consumer makes no products of a step in which its keys are hidden."""
 
     design: ClassVar[str] = "one_cta"
     block_n: ClassVar[int] = CHUNK * CONSUMERS
@@ -186,7 +186,7 @@ class OneCtaConfig(GradientConfig):
         """
         tile = replace(self, unseen_keys=False, f32_dkdv=True)
         postprocess: Postprocess = "own_launch"
-        return replace(tile, postprocess=postprocess, query_ranges=True) if query_ranges else tile
+        return replace(tile, postprocess=postprocess, query_ranges=True, skips_hidden=False) if query_ranges else tile
 
     def specialised(self, problem: AttentionProblem) -> OneCtaConfig:
         """The tile for a problem; a deterministic one adds to dQ in order, and no other one does."""

@@ -112,7 +112,7 @@ struct Consumer {
             ping_pong_wait();
             begin_step();
             if constexpr (SKIPS_HIDDEN) {
-                if (ListedBlock{mask_word}.state(number) == BLOCK_NONE) {
+                if (StepQueries::is_hidden(mask_word, number)) {
                     hidden_step(of_last_tile, i + 1 == steps);
                     continue;
                 }
@@ -148,6 +148,7 @@ struct Consumer {
     // SKIPS_HIDDEN: a step of which this consumer's keys are hidden. Its dS is zeros, and its only product is the dQ of
     // the step before.
     __device__ __forceinline__ void hidden_step(bool of_last_tile, bool last) {
+        if (PING_PONG != PingPong::OFF) ping_pong_arrive(PING_PONG);
         wait<DO_STAGES>(SMEM(do_full), steps_done);
         if (EARLY_V_RELEASE && last) arrive(SMEM(v_empty));
         zero_ds(dq_slices() + 1);

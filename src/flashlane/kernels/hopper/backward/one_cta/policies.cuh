@@ -68,12 +68,13 @@ enum class Staging {
     IN_TURN                        // in shared memory with room for one of them, dV first
 };
 
-// SKIPS_HIDDEN, of lists: a consumer whose keys are hidden in a step makes no products of them.
+// SKIPS_HIDDEN: a consumer whose keys are hidden in a step, by lists, a mask or the end of the keys, makes no products
+// of them.
 
 #include "one_cta_policies.cuh"  // using Dq, using Partition, PING_PONG, OWN_LOOPS, STAGING, SKIPS_HIDDEN
 
 constexpr bool IN_KERNEL_DQ = Dq::POSTPROCESS == Postprocess::IDLE_WARPS;
 constexpr bool POSTPROCESS_LAST_ADDITION = Dq::POSTPROCESS == Postprocess::LAST_ADDITION;
 constexpr bool SPLIT_Q = Partition::SPLIT_Q;
-static_assert(!SKIPS_HIDDEN || (cfg::BLOCK_LISTS && PING_PONG == PingPong::OFF), "a hidden step would not arrive");
+static_assert(!SKIPS_HIDDEN || !cfg::QUERY_RANGES, "a step's alignment is that of its range");
 static_assert(!cfg::VARLEN || !IN_KERNEL_DQ, "tiles of packed sequences are counted on the GPU");

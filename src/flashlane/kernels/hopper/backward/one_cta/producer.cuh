@@ -127,8 +127,11 @@ struct Producer {
         const u32 stage = steps % Q_STAGES, full = barrier_of(SMEM(q_full), stage);
         mbarrier_wait(barrier_of(SMEM(q_empty), stage), steps / Q_STAGES % 2 ^ 1);
         set_dq_target(row_block + m_block, cfg::BLOCK_LISTS ? rank : tile.first_key / BLOCK_N);
-        const int mask_word =
-            cfg::BLOCK_LISTS ? listed.word : tile_mask(p, seqlen).needs_mask(tile.first_key, BLOCK_N, query, BLOCK_M);
+        const TileMask mask = tile_mask(p, seqlen);
+        int mask_word = cfg::BLOCK_LISTS ? listed.word : mask.needs_mask(tile.first_key, BLOCK_N, query, BLOCK_M);
+        if (SKIPS_HIDDEN && !cfg::BLOCK_LISTS)
+            mask_word |= StepQueries::hidden_bits(mask, tile.first_key, query,
+                                                  min(query + BLOCK_M, seqlen.q_length) - 1);
         // The consumers' mask has the shift of the tile.
         const int aligned = cfg::QUERY_RANGES ? query + seqlen.shift - tile.seqlen.shift : query;
         store_shared(SMEM(step) + STEP_BYTES * stage,

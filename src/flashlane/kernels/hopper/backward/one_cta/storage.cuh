@@ -55,6 +55,22 @@ struct StepQueries {
     int first, rows, head;                                // the m-block's first query; rows to its sequence's or
                                                           // range's end. QUERY_RANGES: as the tile's shift aligns it
     int mask_word;                                        // 0: no pair is hidden; BLOCK_LISTS: the step's ListedBlock
+
+    // SKIPS_HIDDEN, without lists: bits above the lowest one, which are set where all pairs of a consumer are hidden.
+    static __device__ __forceinline__ int hidden_bits(const TileMask& mask, int first_key, int first_query,
+                                                      int last_query) {
+        int bits = 0;
+#pragma unroll
+        for (int i = 0; i < CONSUMERS; ++i) {
+            const int key = first_key + 64 * i;
+            bits |= (mask.end(last_query) <= key || mask.first(first_query) >= key + 64) << (1 + i);
+        }
+        return bits;
+    }
+    static __device__ __forceinline__ bool is_hidden(int mask_word, int consumer) {
+        if (cfg::BLOCK_LISTS) return ListedBlock{mask_word}.state(consumer) == BLOCK_NONE;
+        return mask_word >> (1 + consumer) & 1;
+    }
 };
 // And what the dQ-store warps look up of a slice of dQ: a step makes two, the producer is Q_STAGES steps ahead of the
 // consumers, and these are DQ_STAGES slices ahead of the dQ-store warps.

@@ -89,6 +89,7 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     if (tile.k_stages > 1 or not wide) and not (problem.varlen or problem.deterministic or extras):
         staged = replace(tile, tma_stores=True)
         tile = staged if staged.stores_by_tma else tile
+    tile = replace(tile, skips_hidden=not problem.deterministic)
     return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1).specialised(problem)
 
 
