@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from flashlane.flex import windows
 from flashlane.flex.expression import Expression
@@ -81,11 +82,14 @@ def of_mask(mask: Expression | None, arguments: Arguments, lengths: tuple[int, i
         return None
     if ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    ends = torch.tensor([0, len(ids)], device=ids.device).split(1)
-    starts = torch.cat((ends[0], (ids[1:] != ids[:-1]).nonzero().flatten() + 1))
-    if len(ids[starts].unique()) != len(starts):
+    tokens = len(ids)
+    starts = pad((ids[1:] != ids[:-1]).nonzero().flatten() + 1, (1, 0))
+    first_tokens, ids_there = torch.stack((starts, ids[starts].long())).cpu()  # one copy, and the rest is on the host
+    if len(ids_there.unique()) != len(ids_there):
         return None
-    return replace(Documents.of(torch.cat((starts, ends[1])), causal), source=(ids, ids._version))
+    longest = int(pad(first_tokens, (0, 1), value=tokens).diff().amax())
+    offsets = pad(starts.to(torch.int32), (0, 1), value=tokens)
+    return Documents(offsets, longest, tokens, causal, source=(ids, ids._version))
 
 
 def _conjunction(e: Expression | None) -> Iterator[Expression]:
