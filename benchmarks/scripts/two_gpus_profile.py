@@ -3,11 +3,12 @@
     PYTHONPATH=src python3 benchmarks/scripts/two_gpus_profile.py --out $OUT --seconds 80
 
 Variants of transport "copies" that differ in module switches (:data:`VARIANTS`) are checked against one GPU, then
-compared: (host) milliseconds until a call returns while the GPUs are held back, which is the host's time alone;
-(functions) the functions that take most of it, by cProfile, with the backward in the calling thread; (timeline) the
-kernels and copies of one call on each rank, with the gaps between them, by torch.profiler; (speed) milliseconds of
-calls back to back, in turn. Each section is written to two_gpus_profile.json when it is done, and the table is printed
-last. ``--compile`` compiles what it needs, without a GPU. ``--backend gloo`` tries all but the timeline on a CPU.
+compared; what lists functions or events takes the last one. (host) milliseconds until a call returns while the GPUs are
+held back, which is the host's time alone; (functions) the functions that take most of it, by cProfile, with the
+backward in the calling thread; (timeline) the kernels and copies of one call on each rank, with the gaps between them,
+by torch.profiler; (speed) milliseconds of calls back to back, in turn. Each section is written to two_gpus_profile.json
+when it is done. ``--compile`` compiles what it needs, without a GPU. ``--backend gloo`` tries all but the timeline on a
+CPU.
 """
 
 from __future__ import annotations
@@ -59,8 +60,6 @@ MESSAGES = "messages"
 HELD_CYCLES = 60_000_000
 """Cycles for which the GPUs are held back while the host is timed, about 30 ms."""
 HOST_CALLS = 6
-TIMELINES = (("8k", "both"), ("4k", "both"), ("documents", "both"), ("documents", "copies"), ("8k", "copies"))
-"""Problems and variants whose kernels and copies are listed."""
 
 
 class Switched:
@@ -295,13 +294,13 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     if device.type == "cpu":
         measure_ranks.ROUND_MS = 0.0
     measure_ranks.ROUND_MS = min(measure_ranks.ROUND_MS, 40.0)
-    names = tuple(VARIANTS)
-    every = (MESSAGES, *names)
+    names = tuple(options["variants"])
+    every, last = (MESSAGES, *names), names[-1]
     plan: list[tuple[Any, ...]] = [(check, name) for name in names]
-    plan += [(speed, "8k", every, 3), (speed, "4k", every, 3), (host, "4k", every)]
-    plan += [(functions, "4k", "both"), (functions, "documents", "copies")]
-    plan += [(timeline, *each) for each in TIMELINES] if device.type == "cuda" else []
-    plan += [(speed, "documents", every, 2), (speed, "MHA 16k", names, 2), (host, "documents", ("copies", "both"))]
+    plan += [(speed, "8k", every, 3), (speed, "4k", every, 3), (speed, "documents", every, 2), (host, "4k", every)]
+    plan += [(functions, "4k", last), (functions, "documents", last)]
+    plan += [(timeline, name, last) for name in ("4k", "documents", "8k", "MHA 16k")] * (device.type == "cuda")
+    plan += [(speed, "MHA 16k", names, 2), (host, "documents", names)]
     wanted = options["do"]
     for run, *arguments in plan:
         if wanted and run.__name__ not in wanted:
@@ -347,6 +346,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=80.0, help="no section is begun after them")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
     parser.add_argument("--do", default="", help="a list of sections; all by default")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"a list of {', '.join(VARIANTS)}")
     parser.add_argument("--compile", type=int, metavar="THREADS", help="only compile")
     options = parser.parse_args()
     if options.compile:
@@ -354,6 +354,9 @@ def main() -> None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
     given = {"out": str(options.out.resolve()), "seconds": options.seconds}
+    given["variants"] = options.variants.split(",")
+    if unknown := [name for name in given["variants"] if name not in VARIANTS]:
+        parser.error(f"--variants has {unknown[0]!r}; it may have {', '.join(VARIANTS)}")
     given["do"] = [name for name in options.do.split(",") if name]
     print(on_ranks(2, options.backend, job, given))
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
+from flashlane.core.problem import CallOptions
 from flashlane.core.ranges import KeyPart
+from flashlane.distributed import key_parts
+from flashlane.distributed.attend import Settings
 from flashlane.distributed.key_parts import keys_of_rank
 from flashlane.distributed.plan import Division, gather_calls, gather_plan
 
@@ -54,3 +59,15 @@ def test_what_has_no_parts(division: Division) -> None:
     """A left side, no causal mask, tokens that are no neighbours, and documents."""
     for rank in range(2):
         assert keys_of_rank(gather_plan(division, rank), gather_calls(division, rank, True, False)) is None
+
+
+def test_few_queries_have_no_parts() -> None:
+    """Before any kernel is asked for: 4,096 tokens of a rank with 32 heads, and as many of 48 or more."""
+    q = torch.empty(1, 4096, 32, 8, dtype=torch.bfloat16)
+    tensors = q, q[:, :, :8], q[:, :, :8], q, q, q
+    division = Division("zigzag", (8192,), 2, -1, 0)
+    memo: dict[object, object] = {}
+    assert key_parts.parted_backward(memo, division, 0, tensors, Settings(CallOptions())) is None and not memo
+    with mock.patch.object(key_parts, "_prepared", lambda *_: "parts"):
+        wide = tuple(torch.empty(1, 4096, 48, 8, dtype=torch.bfloat16) for _ in range(6))
+        assert key_parts.parted_backward(memo, division, 0, wide, Settings(CallOptions())) == "parts"

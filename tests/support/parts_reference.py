@@ -12,7 +12,7 @@ from aligned_problems import aligned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import KeyPart
 from flashlane.core.registry import BackwardKernel
-from flashlane.distributed import functional
+from flashlane.distributed import functional, key_parts
 
 used: list[int] = []
 """Of each launch of this process the number of its part."""
@@ -65,6 +65,9 @@ def in_parts() -> Iterator[None]:
         return Parts(self, problem, parts)
 
     functional._agreed.clear()  # calls that were checked keep their launches
-    with mock.patch.object(BackwardKernel, "prepare_parts", prepare):
+    with (
+        mock.patch.object(BackwardKernel, "prepare_parts", prepare),
+        mock.patch.object(key_parts, "FEWEST_QUERIES", 0),
+    ):
         yield
     functional._agreed.clear()

@@ -24,6 +24,9 @@ from flashlane.distributed.plan import Division, GatherPlan, gather_calls, gathe
 
 MOST_DOCUMENTS = 16
 """The most documents that have parts: each has five launches."""
+FEWEST_QUERIES = 192 * 1024
+"""The fewest queries of a rank, times heads, of a backward in parts. With 4,096 tokens a GPU and 32 heads the host was
+the bound, and parts took 14 % longer; with 8,192 they saved 5 % (benchmarks/results/two_gpus_profile.json)."""
 KEY_PARTS = True
 """Whether a backward by copies is divided in this way, where its kernel can."""
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -134,7 +137,8 @@ def parted_backward(
         tensors: q, k, v, out, do and dq of the rank.
         settings: the other arguments of the call.
     """
-    if not KEY_PARTS or any(t.data_ptr() % VECTOR_BYTES for t in tensors):
+    _, rows, heads, _ = tensors[0].shape
+    if not KEY_PARTS or rows * heads < FEWEST_QUERIES or any(t.data_ptr() % VECTOR_BYTES for t in tensors):
         return None
     key = (PartedBackward, *((t.shape, t.stride()) for t in tensors), tensors[0].dtype, tensors[0].device)
     if key not in cached:
