@@ -14,24 +14,14 @@
 //
 // Rows and columns outside C are clamped to the last one inside: their products are computed and not stored. Only K
 // is filled with zeros. K and N are multiples of 8, so that a 16-byte chunk is inside or outside as a whole.
-#include "config.cuh"
-#include "attention/tile_scheduler.cuh"
-#include "tile.cuh"
+#include "gemm.cuh"
 
-using Element = cfg::Element;
-using Precision = cfg::Precision;
-constexpr int BLOCK_M = cfg::BLOCK_M, BLOCK_N = cfg::BLOCK_N, BLOCK_K = cfg::BLOCK_K, STAGES = cfg::STAGES;
-constexpr int WARPS_M = cfg::WARPS_M, WARPS_N = cfg::WARPS_N, THREADS = WARP * WARPS_M * WARPS_N;
-constexpr int WARP_M = BLOCK_M / WARPS_M, WARP_N = BLOCK_N / WARPS_N;
-constexpr int M_TILES = WARP_M / 16, N_TILES = WARP_N / 8, STEPS = BLOCK_K / 16;
 constexpr int BUFFERS = cfg::FRAGMENT_BUFFERS;
-constexpr bool TN = cfg::K_MAJOR_B;
 
 using LayoutA = TileLayout<BLOCK_K, true>;
 using LayoutB = TileLayout<TN ? BLOCK_K : BLOCK_N, true>;
 constexpr int A_BYTES = LayoutA::bytes(BLOCK_M), STAGE_BYTES = A_BYTES + LayoutB::bytes(TN ? BLOCK_N : BLOCK_K);
 static_assert(STAGES * STAGE_BYTES == cfg::SHARED_BYTES, "the Python formula disagrees");
-static_assert(N_TILES % 4 == 0 && STEPS % 2 == 0 && STAGES >= 2, "see HgemmConfig");
 
 // Mirrored by flashlane.lessons.gemm.HgemmParams. Strides in elements.
 struct Params {
@@ -41,8 +31,6 @@ struct Params {
     int m, n, k;
     int blocks_m, blocks_n, group;
 };
-
-extern __shared__ __align__(128) unsigned char shared_memory[];
 
 // CTAs go in sections of `group` rows of C, column by column: those that run at once share few rows of A and
 // columns of B, which then come from L2.
@@ -142,8 +130,6 @@ struct Fragments {
     }
 };
 
-using Accumulators = Accumulator<Precision>[M_TILES][N_TILES];
-
 // Every other column runs upwards, so that neighbouring products share an operand.
 __device__ __forceinline__ void multiply(Accumulators& c, const Fragments& f) {
 #pragma unroll
@@ -152,29 +138,6 @@ __device__ __forceinline__ void multiply(Accumulators& c, const Fragments& f) {
         for (int i = 0; i < M_TILES; ++i) {
             const int m = n % 2 ? M_TILES - 1 - i : i;
             mma<Element>(c[m][n], f.a[m], f.b[n / 2][n % 2 * 2], f.b[n / 2][n % 2 * 2 + 1]);
-        }
-}
-
-// Groups of four tiles are transposed in the quad, so that each lane stores 16 bytes.
-__device__ __forceinline__ void store(const Params& p, const Accumulators& c, int first_row, int first_column,
-                                      int lane) {
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = first_row + m * 16 + half * 8 + lane / 4;
-            Element* out = p.c + static_cast<long long>(row) * p.c_stride;
-#pragma unroll
-            for (int n = 0; n < N_TILES; n += 4) {
-                u32 quad[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    quad[i] = Convert<Element>::pack(c[m][n + i].get(half * 2), c[m][n + i].get(half * 2 + 1));
-                transpose_quad(quad);
-                const int column = first_column + (n + lane % 4) * 8;
-                if (row < p.m && column < p.n)
-                    *reinterpret_cast<uint4*>(out + column) = make_uint4(quad[0], quad[1], quad[2], quad[3]);
-            }
         }
 }
 
@@ -201,10 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) hgemm(con
         if (tile < STAGES - 1) cp_async_commit();
     }
     Accumulators c;
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < N_TILES; ++n) c[m][n].zero();
+    zero(c);
 
     Fragments fragments[BUFFERS];
     cp_async_wait<STAGES - 2>();

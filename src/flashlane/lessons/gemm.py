@@ -2,6 +2,7 @@
 
 The idea: a warp that multiplies 64×64 tiles does 65536 multiply-adds for 4 KiB read from shared memory, which is what
 lets the tensor cores, and not shared memory (128 bytes a clock and SM), be the limit. ``gemm.cu`` draws the pipeline.
+``gemm_tma.cu`` is the same product where TMA loads tiles, which leaves registers for warp tiles of 96×64.
 Source: PTX ISA mma.sync.m16n8k16, ldmatrix, cp.async; CUTLASS's multistage mainloop for the order of a step.
 """
 
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from flashlane import jit
-from flashlane.jit import KernelSource
+from flashlane.jit import KernelSource, launch_pool, tensormap
+from flashlane.jit.toolchain import architecture_number
 from flashlane.kernels.tile_layout import CHUNK, TileLayout
 from flashlane.lessons.launch import (
     DTYPES,
@@ -33,6 +35,14 @@ LAYOUTS = {"nn": False, "tn": True}
 OPERANDS = (("f16", "f32"), ("f16", "f16"), ("bf16", "f32"))
 """(dtype, accumulate) pairs that the instruction has."""
 PRECISIONS = {"f16": "__half", "f32": "float"}
+BOX_COLUMNS = 64
+"""Columns of a TMA box: 128 bytes, its widest swizzle."""
+BARRIER_BYTES = 16
+"""The two barriers of a stage."""
+TILE_BYTES = 16
+"""Where a CTA's tile begins, and its steps, in shared memory."""
+TMA_ARCH = 90
+"""The first architecture that has TMA."""
 GROUP_ROWS = 2048
 """Rows of C that CTAs cover which run at the same time, about: 132 CTAs of 128×256 then form 16 × 8."""
 
@@ -51,6 +61,10 @@ class HgemmConfig:
     """2: a step's fragments are read before the products of the step before; 1: after them, in half the registers."""
     min_blocks: int = 1
     """CTAs an SM that the register allocation must allow."""
+    tma: bool = False
+    """``gemm_tma.cu``: TMA loads the tiles, and single fragments are loaded again after their last product."""
+    width: int = 1
+    """With TMA: fragments of B that are multiplied with a fragment of A at a time."""
 
     @property
     def threads(self) -> int:
@@ -58,16 +72,22 @@ class HgemmConfig:
 
     @property
     def name(self) -> str:
-        """``128x256x64 2x4 s3``: tile of a CTA, warps, stages; ``f1`` for single fragments."""
+        """``128x256x64 2x4 s3``: tile of a CTA, warps, stages; ``f1``: single fragments; ``tma``, ``w2``: its width."""
         words = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"{self.warps_m}x{self.warps_n}", f"s{self.stages}"]
-        return " ".join(words + (["f1"] if self.fragment_buffers == 1 else []))
+        words += ["tma"] if self.tma else ["f1"] if self.fragment_buffers == 1 else []
+        words += [f"w{self.width}"] if self.width > 1 else []
+        return " ".join(words)
 
     def layouts(self, layout: str) -> tuple[TileLayout, TileLayout]:
-        """Shared-memory layouts of the A and B tiles."""
-        return TileLayout(self.block_k, True), TileLayout(self.block_k if LAYOUTS[layout] else self.block_n, True)
+        """Shared-memory layouts of the A and B tiles; with TMA B's rows along N are cut into boxes."""
+        columns = BOX_COLUMNS if self.tma else self.block_n
+        return TileLayout(self.block_k, True), TileLayout(self.block_k if LAYOUTS[layout] else columns, True)
 
     def shared_memory(self, layout: str = "nn") -> int:
-        """Bytes of the pipeline."""
+        """Bytes of the pipeline, and with TMA of its barriers and of where the tile lies."""
+        if self.tma:
+            operands = 2 * (self.block_m + self.block_n) * self.block_k
+            return self.stages * (operands + BARRIER_BYTES) + TILE_BYTES
         a, b = self.layouts(layout)
         return self.stages * (a.bytes(self.block_m) + b.bytes(self.block_n if LAYOUTS[layout] else self.block_k))
 
@@ -78,7 +98,8 @@ class HgemmConfig:
 
     def constants(self, dtype: str, accumulate: str, layout: str) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""
-        plain = ("block_m", "block_n", "block_k", "warps_m", "warps_n", "stages", "fragment_buffers", "min_blocks")
+        plain = ("block_m", "block_n", "block_k", "warps_m", "warps_n", "stages")
+        plain += ("width",) if self.tma else ("fragment_buffers", "min_blocks")
         return (
             ("Element", ELEMENTS[dtype]),
             ("Precision", PRECISIONS[accumulate]),
@@ -104,15 +125,18 @@ CONFIGS: dict[str, HgemmConfig] = {
         HgemmConfig(128, 128, 32, 2, 2, stages=3, min_blocks=2),
         HgemmConfig(128, 128, 32, 2, 2, stages=4, min_blocks=2),
         HgemmConfig(128, 128, 64, 2, 2, stages=3, min_blocks=2),
+        HgemmConfig(192, 256, 64, 2, 4, stages=4, fragment_buffers=1, tma=True),
+        HgemmConfig(192, 256, 64, 2, 4, stages=4, fragment_buffers=1, tma=True, width=2),
+        HgemmConfig(256, 256, 64, 4, 2, stages=3, fragment_buffers=1, tma=True, width=2),
     )
 }
 """The configurations by name. All are compiled, checked and timed; :data:`PREFERENCE` picks among them."""
 
 PREFERENCE: dict[str, tuple[str, ...]] = {
-    "f32": ("256x128x64 4x2 s4", "128x256x32 2x4 s4"),
+    "f32": ("192x256x64 2x4 s4 tma", "256x128x64 4x2 s4", "128x256x32 2x4 s4"),
     "f16": ("256x256x32 4x2 s4", "128x256x32 2x4 s4"),
 }
-"""Accumulator -> configurations for large products, best first; the first that fits the shared memory is taken."""
+"""Accumulator -> configurations for large products, best first; the first that fits the architecture is taken."""
 SMALL = "128x128x32 2x2 s4"
 """The configuration of products whose preferred tiles would not occupy every SM."""
 
@@ -123,11 +147,13 @@ def fits(config: HgemmConfig, accumulate: str, arch: str) -> bool:
     registers = config.accumulator_registers(accumulate) + fragments
     budget = min(255, 65536 // (config.threads * config.min_blocks))
     enough_shared = config.min_blocks * (config.shared_memory() + 1024) <= jit.limits(arch).shared
-    return enough_shared and registers + ADDRESSES <= budget
+    has_tma = architecture_number(arch) >= TMA_ARCH
+    return enough_shared and (has_tma or not config.tma) and registers + ADDRESSES[config.tma] <= budget
 
 
-ADDRESSES = 16
-"""Registers of a thread besides accumulators and fragments, at least: pointers, cursors, counters."""
+ADDRESSES = {False: 16, True: 8}
+"""With TMA or without: registers of a thread besides accumulators and fragments, at least: pointers, cursors,
+counters."""
 
 
 @functools.cache
@@ -155,10 +181,22 @@ class HgemmParams(ctypes.Structure):
     ]
 
 
+class TmaParams(ctypes.Structure):
+    """Mirror of ``Params`` in ``gemm_tma.cu``."""
+
+    _fields_ = [
+        ("c", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("c_stride", "m", "n", "k")),
+        *((name, ctypes.c_int) for name in ("blocks_m", "blocks_n", "group", "boxes_b", "split_from")),
+        *((name, ctypes.c_void_p) for name in ("sums", "arrivals")),
+    ]
+
+
 @functools.cache
 def gemm_source(config: HgemmConfig, dtype: str, accumulate: str, layout: str) -> KernelSource:
     """The device file with a configuration's constants."""
-    return source_of("gemm.cu", "hgemm", config.constants(dtype, accumulate, layout))
+    file = "gemm_tma.cu" if config.tma else "gemm.cu"
+    return source_of(file, "hgemm", config.constants(dtype, accumulate, layout), ("gemm.cuh",))
 
 
 def hgemm(
@@ -209,6 +247,9 @@ def hgemm(
         return out.zero_()
     arch = device_arch(a.device)
     chosen = _chosen(config, m, n, accumulate, arch, a.device)
+    if chosen.tma:
+        _launch_by_tma(chosen, a, b, out, layout, accumulate)
+        return out
     blocks_m, blocks_n = -(-m // chosen.block_m), -(-n // chosen.block_n)
     params = HgemmParams(
         *(tensor.data_ptr() for tensor in (a, b, out)),
@@ -218,6 +259,64 @@ def hgemm(
     source = gemm_source(chosen, dtype, accumulate, layout)
     run(source, a.device, blocks_m * blocks_n, chosen.threads, chosen.shared_memory(layout), params)
     return out
+
+
+def split_tiles(tiles: int, held: int, blocks: int) -> int:
+    """Tiles of the last wave of which two CTAs compute half of K each: those that fill at most half of it.
+
+    Args:
+        tiles: of the launch.
+        held: that the GPU computes at once.
+        blocks: k-blocks of a tile; each half has at least one.
+    """
+    rest = tiles % held
+    return rest if 2 * rest <= held and blocks >= 2 else 0
+
+
+def _launch_by_tma(
+    config: HgemmConfig, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, layout: str, accumulate: str
+) -> None:
+    """Enqueue ``gemm_tma.cu``."""
+    (m, k), n, device = a.shape, out.shape[1], a.device
+    blocks_m, blocks_n = -(-m // config.block_m), -(-n // config.block_n)
+    tiles, multiprocessors = blocks_m * blocks_n, torch.cuda.get_device_properties(device).multi_processor_count
+    split = split_tiles(tiles, multiprocessors, -(-k // config.block_k)) if accumulate == "f32" else 0
+    with torch.cuda.device(device):
+        index, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
+        capturing = stream != 0 and torch.cuda.is_current_stream_capturing()
+        arrivals = launch_pool.counters_of(index, stream, max(1, split), capturing)
+        sums = out.new_empty(split * config.block_m * config.block_n, dtype=torch.float32)
+        boxes_b = 1 if LAYOUTS[layout] or n % BOX_COLUMNS == 0 else config.block_n // BOX_COLUMNS
+        maps = b"".join(map(tensormap.encode, tensor_maps(config, a, b, layout, boxes_b)))
+        sizes = m, n, k, blocks_m, blocks_n, max(1, GROUP_ROWS // config.block_m), boxes_b, tiles - split
+        params = TmaParams(out.data_ptr(), out.stride(0), *sizes, sums.data_ptr(), arrivals.data_ptr())
+        source = gemm_source(config, dtype_name(a.dtype), accumulate, layout)
+        both = params, (ctypes.c_ubyte * len(maps)).from_buffer_copy(maps)
+        run(source, device, tiles + split, config.threads, config.shared_memory(layout), both)
+
+
+def tensor_maps(
+    config: HgemmConfig, a: torch.Tensor, b: torch.Tensor, layout: str, boxes_b: int
+) -> tuple[tensormap.TensorMap, tensormap.TensorMap]:
+    """The maps of A and B, with axes (column, row, plane, 1).
+
+    Where one box holds all of B's columns of a stage, B is cut into planes of :data:`BOX_COLUMNS` columns.
+    """
+    element = dtype_name(a.dtype)
+    rows, columns = b.shape
+    if LAYOUTS[layout]:
+        sizes, strides, box = (columns, rows, 1), (1, b.stride(0), 0), (config.block_k, config.block_n, 1)
+    elif boxes_b == 1:
+        planes = columns // BOX_COLUMNS
+        sizes, strides = (BOX_COLUMNS, rows, planes), (1, b.stride(0), BOX_COLUMNS)
+        box = BOX_COLUMNS, config.block_k, config.block_n // BOX_COLUMNS
+    else:
+        sizes, strides, box = (columns, rows, 1), (1, b.stride(0), 0), (BOX_COLUMNS, config.block_k, 1)
+    (m, k), box_a = a.shape, (config.block_k, config.block_m, 1, 1)
+    return (
+        tensormap.describe(element, a.data_ptr(), (k, m, 1, 1), (1, a.stride(0), 0, 0), box_a),
+        tensormap.describe(element, b.data_ptr(), (*sizes, 1), (*strides, 0), (*box, 1)),
+    )
 
 
 def _chosen(

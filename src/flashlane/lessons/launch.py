@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -54,10 +55,13 @@ def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
         raise ValueError(f"{name} is {value!r}; it may be {', '.join(map(repr, allowed))}")
 
 
-def source_of(file: str, entry: str, constants: tuple[tuple[str, int | bool | str], ...]) -> KernelSource:
-    """A device file of this package with its constants."""
+def source_of(
+    file: str, entry: str, constants: tuple[tuple[str, int | bool | str], ...], headers: tuple[str, ...] = ()
+) -> KernelSource:
+    """A device file of this package with its constants, and with this package's headers that it includes."""
     name = f"lessons/{file}"
-    return KernelSource(name, device_code(name), entry, constants)
+    texts = tuple((header, device_code(f"lessons/{header}")) for header in headers)
+    return KernelSource(name, device_code(name), entry, constants, texts)
 
 
 @functools.cache
@@ -67,7 +71,12 @@ def device_arch(device: torch.device) -> str:
 
 
 def run(
-    source: KernelSource, device: torch.device, ctas: int, threads: int, shared: int, params: ctypes.Structure
+    source: KernelSource,
+    device: torch.device,
+    ctas: int,
+    threads: int,
+    shared: int,
+    params: ctypes.Structure | Sequence[Any],
 ) -> None:
     """Compile a kernel if it is new, and enqueue it on torch's current stream of the device."""
     index = torch.cuda.current_device() if device.index is None else device.index
