@@ -35,7 +35,6 @@ from flashlane.kernels.hopper.backward.launch import Workspace
 from flashlane.kernels.hopper.backward.one_cta import in_kernel_dq
 from flashlane.kernels.hopper.backward.one_cta import launch as one_cta_launch
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
-from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 
 GAP = 4096
 """Words between the parts of a call's memory in the next test, more than a slab of sums."""
@@ -149,14 +148,21 @@ STAGED = tuple(Variant(BF16, head_dim, mask=mask) for head_dim in (64, 128) for 
 STAGED += (Variant(F16, 40, mask="right"), Variant(BF16, 104, mask="left"), Variant(F16, 120, mask="right"))
 STAGED += (Variant(BF16, 96), Variant(BF16, 72, mask="both"), Variant(F16, 64, 40), Variant(BF16, 128, 64))
 STAGED += tuple(Variant(BF16, 64, features=(feature,)) for feature in ("softcap", "alibi", "sinks"))
-STAGED += (Variant(F16, 128, features=("deterministic",)),)
+STAGED += (Variant(F16, 128, features=("deterministic",)), Variant(F16, 136), Variant(BF16, 192, mask="full"))
+STAGED += (Variant(BF16, 184, mask="both"), Variant(F16, 192, 128), Variant(BF16, 160, features=("alibi",)))
 LENGTHS = ((534, 534), (777, 1111), (640, 129), (333, 1500))
 """Queries and keys of several sequences, the last tiles of which have 22, 87, 1 and 92 keys."""
 
 
-def with_tma_stores(problem: AttentionProblem) -> OneCtaConfig:
-    """The table's configuration, or one with room for dK and dV in shared memory."""
-    config = replace(config_of(problem).specialised(problem), tma_stores=True)
+def with_tma_stores(problem: AttentionProblem, long_steps: bool) -> Any:
+    """The table's configuration, or one with room for dK and dV in shared memory; with long steps it has no room but
+    where dS and dQ were."""
+    config: Any = replace(config_of(problem).specialised(problem), tma_stores=True)
+    if config.design == "two_cta":
+        return config
+    if long_steps and problem.head_dim > 96 and not problem.deterministic:
+        long = replace(config, block_m=80, k_stages=1, ping_pong="off", dq="tma_reduce_add", postprocess="own_launch")
+        return replace(long, skips_hidden=False).specialised(problem)
     if config.staging != "registers":
         return config
     if problem.deterministic:
@@ -179,7 +185,7 @@ def test_tma_stores_the_bits_that_consumers_store(variant: Variant) -> None:
         problem, inputs = item.build(variant.dtype, HERE)
         if refusal(problem) is not None:
             continue
-        config = with_tma_stores(problem)
+        config = with_tma_stores(problem, long_steps=number % 4 > 1)
         staged += config.stores_by_tma
         rows, what = item.backward_inputs(problem, inputs)
         by_tma = run(problem, rows, what, config)

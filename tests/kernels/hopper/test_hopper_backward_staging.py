@@ -1,4 +1,4 @@
-"""dK and dV of the one-CTA backward on their way through shared memory: where that is so, and in how many bytes."""
+"""dK and dV of the backward on their way through shared memory: where that is so, and in how many bytes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def config_with(*args: Any, **more: Any) -> OneCtaConfig:
         (96, {**CAUSAL, "varlen": True}, "registers"),
         (96, {**CAUSAL, "deterministic": True}, "registers"),
         (128, {**CAUSAL, "varlen": True}, "registers"),
-        (128, {"seqlen": 4096}, "registers"),  # steps of 80 queries leave no room
+        (128, {"seqlen": 4096}, "ds_and_dq"),  # steps of 80 queries leave no other room
+        (104, {**CAUSAL, "seqlen": 4096}, "ds_and_dq"),
+        (128, {**CAUSAL, "seqlen": 4096, "alibi": True}, "registers"),
     ],
 )
 def test_dk_and_dv_go_through_shared_memory_where_that_was_faster(
@@ -134,6 +136,30 @@ def test_few_causal_steps_add_from_registers_up_to_120() -> None:
         ("register_atomics", "own_launch", True),
         ("tma_reduce_add", "own_launch", False),
     ]
+
+
+def test_dv_takes_the_place_of_ds_and_dk_that_of_dq() -> None:
+    """They take no bytes of their own, so that each fits where the other tile of the warps ends."""
+    config = config_with(128, seqlen=4096)
+    without = replace(config, tma_stores=False)
+    assert config.staging == "ds_and_dq" and config.shared_memory == without.shared_memory
+    fits = {rows: replace(config, block_m=rows).staging for rows in (48, 80)}
+    assert fits == {48: "both", 80: "ds_and_dq"}, "fewer queries leave room"
+    for other in (
+        {"k_stages": 2, "block_m": 80},
+        {"dq": "register_atomics"},
+        {"dq": "ordered_tma_reduce_add", "split_q": False},
+    ):
+        assert replace(config, **other).staging != "ds_and_dq", other
+
+
+@pytest.mark.parametrize("head_dims", [(136, 136), (192, 192), (192, 128)])
+def test_clusters_stage_dk_and_dv_up_to_192(head_dims: tuple[int, int]) -> None:
+    config: Any = config_of(problem_with(*head_dims))
+    assert config.design == "two_cta" and config.stores_by_tma
+    assert config.regions["dK and dV"] == 64 * sum(2 * 64 * -(-dim // 64) for dim in head_dims)
+    assert not config_of(problem_with(*head_dims, **CAUSAL, varlen=True)).stores_by_tma, "a tensor map cannot clip"
+    assert not config_of(problem_with(200)).stores_by_tma, "no room"
 
 
 def test_only_tma_stores_need_maps_of_dk_and_dv() -> None:

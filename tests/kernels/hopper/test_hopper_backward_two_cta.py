@@ -34,6 +34,8 @@ CONFIGS = [
     TwoCtaConfig("bf16", 136, 136, score=ScoreConfig(alibi=True)),
     TwoCtaConfig("bf16", 256, 256, split_q=True),
     TwoCtaConfig("f16", 192, 192, has_right=True, split_q=True),
+    TwoCtaConfig("f16", 192, 192, has_right=True, split_q=True, tma_stores=True),
+    TwoCtaConfig("bf16", 136, 136, tma_stores=True),
 ]
 
 

@@ -19,9 +19,10 @@ Postprocess = Literal["own_launch", "idle_warps", "last_addition"]
 """Where dQ is computed from dq_accum."""
 PingPong = Literal["off", "until_issued", "until_complete"]
 """How long a consumer warpgroup has the tensor cores alone for the first two products of a step."""
-Staging = Literal["registers", "both", "in_turn"]
+Staging = Literal["registers", "both", "in_turn", "ds_and_dq"]
 """Where dK and dV of a tile lie until they are stored: in registers, from which consumers store them; or in shared
-memory, from which TMA does, with room for both or for one at a time, dV first."""
+memory, from which TMA does, with room for both or for one at a time, dV first; else dV where dS was, and dK where dQ
+was."""
 DQ_POLICIES: dict[tuple[Dq, Postprocess], str] = {
     ("register_atomics", "own_launch"): "RegisterAtomics",
     ("register_atomics", "idle_warps"): "RegisterAtomicsInKernelDq",
@@ -95,7 +96,17 @@ class OneCtaConfig(GradientConfig):
             for staging in staged:
                 if sum(self._regions(staging).values()) <= shared_limit(ARCH):
                     return staging
+            if self._fits_ds_and_dq:
+                return "ds_and_dq"
         return "registers"
+
+    @property
+    def _fits_ds_and_dq(self) -> bool:
+        """Two warps' rows of dV in a consumer's half of a stage of dS, and a warp's of dK in a fragment of dQ."""
+        rows = CHUNK * CONSUMERS // 8
+        added_by_tma = self.dq == "tma_reduce_add" and self.dq_stages == 1 and self.k_stages == 1
+        fits_ds = 2 * rows * row_bytes(self.head_dim_v) <= self.block_m * CHUNK * 2
+        return added_by_tma and fits_ds and rows * row_bytes(self.head_dim) <= CHUNK * self.slice_rows
 
     @property
     def in_kernel_dq(self) -> bool:  # type: ignore[override]
@@ -142,7 +153,7 @@ class OneCtaConfig(GradientConfig):
             "Q": self.q_stages * m * qk,
             "dO": self.do_stages * m * v,
             "dS": 2 * m * n * 2,
-            "dK and dV": n * {"registers": 0, "both": qk + v, "in_turn": max(qk, v)}[staging],
+            "dK and dV": n * {"both": qk + v, "in_turn": max(qk, v)}.get(staging, 0),
             "dQ": slices * CHUNK * 4 * self.slice_rows,
             "statistics": stages * m * 4,
             "records": 2 * TILE_BYTES + (STEP_BYTES + DQ_TARGETS_BYTES) * self.q_stages,

@@ -91,6 +91,21 @@ struct Consumer {
     // A warp's rows. The copies run under the next tile, but for that of dV where dK takes its place.
     __device__ __forceinline__ void store_by_tma(const WorkTile& tile) const {
         const int row = number * 64 + warp * 16;
+        if constexpr (STAGING == Staging::DS_AND_DQ) {
+            // Two warps in each stage, in this consumer's half of it, when no dQ reads it any more.
+            wait<DS_STAGES>(SMEM(ds_empty), dq_slices(), 1);
+            wait<DS_STAGES>(SMEM(ds_empty), dq_slices() + 1, 1);
+            wait_for_staged();
+            stage_and_store<HEAD_DIM_V>(dv, tile, row, p.dv_map,
+                                        SMEM_TILE(ds) + warp / 2 * DS_BYTES + number * ROWS_CHUNK +
+                                            warp % 2 * (V_CHUNKS * STAGED_CHUNK),
+                                        1.f);
+            const u32 stage = dq_stage(dq_slices(), number);
+            mbarrier_wait(barrier_of(SMEM(dq_empty), stage), dq_slices() / DQ_STAGES % 2 ^ 1);
+            stage_and_store<HEAD_DIM>(dk, tile, row, p.dk_map, SMEM_DQ + stage * SLICE_BYTES + warp * FRAGMENT_BYTES,
+                                      p.scale);
+            return;
+        }
         const u32 to = SMEM_STAGED + (number * 4 + warp) * STAGED_WARP_BYTES;
         wait_for_staged();
         stage_and_store<HEAD_DIM_V>(dv, tile, row, p.dv_map, to, 1.f);
@@ -105,6 +120,10 @@ struct Consumer {
         wait<K_STAGES>(SMEM(k_full), full_tiles());
         wait<V_STAGES>(SMEM(v_full), full_tiles());
         zero_out_of_bounds_keys();
+        if constexpr (STAGING == Staging::DS_AND_DQ) {    // until TMA has read what all warps staged
+            wait_for_staged();
+            named_barrier_sync(WARPGROUP_BARRIER + number, WARPGROUP);
+        }
         first_ds();
 #pragma unroll 1
         for (int i = 0; i < steps; ++i) {

@@ -65,7 +65,8 @@ enum class PingPong { OFF, UNTIL_ISSUED, UNTIL_COMPLETE };
 enum class Staging {
     REGISTERS,                     // nowhere else: the consumers store them
     BOTH,                          // in shared memory with room for both, until TMA has read them
-    IN_TURN                        // in shared memory with room for one of them, dV first
+    IN_TURN,                       // in shared memory with room for one of them, dV first
+    DS_AND_DQ                      // dV where dS was, and dK where dQ was, which the next tile needs after its keys
 };
 
 // SKIPS_HIDDEN: a consumer whose keys are hidden in a step, by lists, a mask or the end of the keys, makes no products

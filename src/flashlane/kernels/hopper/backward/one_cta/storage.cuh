@@ -38,6 +38,10 @@ constexpr bool FIRST_TILE_OWN =
 constexpr bool PIPELINED_TILES = K_STAGES > 1 && !Dq::IN_ORDER;
 // V of the next tile has no stage but that of this one, which is needed no more when the last dP is complete.
 constexpr bool EARLY_V_RELEASE = PIPELINED_TILES && V_STAGES == 1;
+static_assert(STAGING != Staging::DS_AND_DQ ||
+                  (Dq::TMA && K_STAGES == 1 && DQ_STAGES == 1 && !POSTPROCESS_LAST_ADDITION &&
+                   2 * V_CHUNKS * STAGED_CHUNK <= ROWS_CHUNK && QK_CHUNKS * STAGED_CHUNK <= FRAGMENT_BYTES),
+              "dV of two warps lies in a consumer's half of a stage of dS, and dK of one in its fragment of dQ");
 static_assert(STAGING == Staging::REGISTERS || !(cfg::VARLEN || cfg::F32_DKDV), "a tensor map cannot store these");
 // With additions in order each tile walks the queries in the direction in which the tiles before it arrive there
 // earlier: with a causal mask, from the last m-block to the first.

@@ -86,9 +86,10 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     elif not (problem.varlen or problem.deterministic or extras):
         tile = middle_tile(problem, tile)
     # Packed sequences gained nothing by TMA stores, and score modifiers were not timed with them (notebook 0025).
-    if (tile.k_stages > 1 or not wide) and not (problem.varlen or problem.deterministic or extras):
+    if not (problem.varlen or problem.deterministic or extras):
         staged = replace(tile, tma_stores=True)
-        tile = staged if staged.stores_by_tma else tile
+        faster = staged.staging == "ds_and_dq" or (staged.stores_by_tma and (tile.k_stages > 1 or not wide))
+        tile = staged if faster else tile
     # Of 52 problems those with these tiles were faster, and others slower (notebook 0026).
     few_queries = wide and tile.block_m == 64 and tile.k_stages > 1 and tile.ping_pong == "until_issued"
     tile = replace(tile, skips_hidden=few_queries and masked and not (problem.varlen or problem.deterministic))

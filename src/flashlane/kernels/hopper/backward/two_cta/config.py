@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from flashlane.kernels.hopper.arch import CHUNK, SMS
-from flashlane.kernels.hopper.backward.config import FRAGMENT_COLUMNS, ONE_CTA_HEAD_DIM, GradientConfig
+from flashlane.jit import shared_limit
+from flashlane.kernels.hopper.arch import ARCH, CHUNK, SMS
+from flashlane.kernels.hopper.backward.config import FRAGMENT_COLUMNS, ONE_CTA_HEAD_DIM, GradientConfig, row_bytes
 from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
 from flashlane.kernels.hopper.backward.split_q import split_of
 
@@ -36,6 +37,8 @@ class TwoCtaConfig(GradientConfig):
 
     split_q: bool = False
     """Tiles may be split along their queries (``split_q.py``)."""
+    tma_stores: bool = False
+    """TMA stores dK and dV, which lie in shared memory until then, where it has room and the tensors are dense."""
 
     design: ClassVar[str] = "two_cta"
     dq_transposed: ClassVar[bool] = False
@@ -49,12 +52,19 @@ class TwoCtaConfig(GradientConfig):
         return GradientConfig.specialised(tile, problem)
 
     @property
+    def stores_by_tma(self) -> bool:  # type: ignore[override]
+        return self.tma_stores and not self.varlen and sum(self._regions(True).values()) <= shared_limit(ARCH)
+
+    @property
     def tile(self) -> str:
         return f"{self.block_m}x{self.block_n} of {CTAS} CTAs"
 
     @property
     def regions(self) -> dict[str, int]:
         """Bytes of each part of shared memory."""
+        return self._regions(self.stores_by_tma)
+
+    def _regions(self, staged: bool) -> dict[str, int]:
         m, row = self.block_m, CHUNK * 2
         stages = self.q_stages + self.do_stages
         return {
@@ -62,6 +72,7 @@ class TwoCtaConfig(GradientConfig):
             "Q": self.q_stages * m * row * -(-self.head_dim // CHUNK),
             "dO": self.do_stages * m * row * -(-self.head_dim_v // CHUNK),
             "dS": DS_STAGES * CTAS * m * row,
+            "dK and dV": staged * CHUNK * (row_bytes(self.head_dim) + row_bytes(self.head_dim_v)),
             "statistics": stages * m * 4,
             "records": TILE_STAGES * (TILE_BYTES + SPLIT_BYTES * self.split_q) + STEP_BYTES * stages,
             # The next tile's index and its barriers, then the barriers of tiles, of K and V, of steps, of P and dS.
@@ -84,7 +95,7 @@ class TwoCtaConfig(GradientConfig):
         first = (self.half_steps + 1) // 2
         quarters = tuple(FRAGMENT_COLUMNS * steps for steps in (first, self.half_steps - first))
         constants = {"BLOCK_N": self.block_n, "Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages}
-        constants |= {"SHARED_BYTES": self.shared_memory, "SPLIT_Q": self.split_q}
+        constants |= {"SHARED_BYTES": self.shared_memory, "SPLIT_Q": self.split_q, "TMA_STORES": self.stores_by_tma}
         return (self.gradient_source("two_cta/kernel", columns, REGISTERS, n_inner=quarters, **constants),)
 
 
@@ -103,5 +114,5 @@ def refusal(problem: AttentionProblem) -> str | None:
 
 def pick(problem: AttentionProblem) -> TwoCtaConfig:
     """The configuration of a problem."""
-    tile = TwoCtaConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v)
+    tile = TwoCtaConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, tma_stores=True)
     return replace(tile, split_q=split_of(problem, tile, SMS // CTAS).splits > 1).specialised(problem)

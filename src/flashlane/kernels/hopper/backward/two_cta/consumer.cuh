@@ -164,6 +164,28 @@ struct Consumer {
         }
         return true;
     }
+    // Until TMA has read what this warp staged.
+    __device__ __forceinline__ void wait_for_staged() const {
+        if (lane == 0) bulk_wait_read();
+        __syncwarp();
+    }
+    // By TMA: a warp's rows, whose copies run under the next tile.
+    template <int DIM>
+    __device__ __forceinline__ void store_by_tma(const float (&d)[DIM / 2], const TensorMap& map, float factor) const {
+        const u32 to = SMEM(ds) + DS_STAGES * DS_BYTES +
+                       (NUMBER ? 4 * V_CHUNKS + warp * QK_CHUNKS : warp * V_CHUNKS) * STAGED_CHUNK;
+        wait_for_staged();
+        stage_accumulator<DIM, STAGED_CHUNK>(d, to, factor);
+        fence_proxy_async();
+        __syncwarp();
+        if (lane != 0) return;
+        const int row = keys_record(base, tiles).first + warp * 16;
+        const OwnerRecord owner = owner_record(base, tiles);
+#pragma unroll
+        for (int i = 0; i < DIM; i += CHUNK_COLUMNS)
+            tma_store(map, to + i / CHUNK_COLUMNS * STAGED_CHUNK, i, row, owner.kv_head, owner.tensor_batch);
+        bulk_commit();
+    }
     template <int DIM>
     __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], void* to, long long batch,
                                                         long long row, long long head, float factor) const {

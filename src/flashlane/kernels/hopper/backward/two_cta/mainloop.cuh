@@ -14,6 +14,7 @@ struct DvConsumer : Consumer<0> {
     __device__ __forceinline__ void run() {
         griddepcontrol_wait();                            // for the zeros of dq_accum
         for (int count; (count = next_tile()) != NO_TILE; end_tile()) run_tile(count);
+        if (cfg::TMA_STORES) wait_for_staged();
     }
 
     __device__ __forceinline__ void run_tile(int count) {
@@ -47,8 +48,12 @@ struct DvConsumer : Consumer<0> {
             } while (++steps_done, --count > 0);
             end_steps();
         }
-        if (combine_splits<HEAD_DIM_V>(dv))
+        if (!combine_splits<HEAD_DIM_V>(dv)) return;
+        if constexpr (cfg::TMA_STORES) {
+            store_by_tma<HEAD_DIM_V>(dv, p.dv_map, 1.f);
+        } else {
             store_keys_gradient<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
+        }
     }
 
     // This thread's first key and first query of a step. They are looked up at each use: registers that held
@@ -110,6 +115,7 @@ struct DkConsumer : Consumer<1> {
     __device__ __forceinline__ void run() {
         griddepcontrol_wait();                            // for the zeros of dq_accum
         for (int count; (count = next_tile()) != NO_TILE; end_tile()) run_tile(count);
+        if (cfg::TMA_STORES) wait_for_staged();
     }
 
     __device__ __forceinline__ void run_tile(int count) {
@@ -144,8 +150,12 @@ struct DkConsumer : Consumer<1> {
             } while (++steps_done, --count > 0);
             end_steps();
         }
-        if (combine_splits<HEAD_DIM>(dk))
+        if (!combine_splits<HEAD_DIM>(dk)) return;
+        if constexpr (cfg::TMA_STORES) {
+            store_by_tma<HEAD_DIM>(dk, p.dk_map, p.scale);
+        } else {
             store_keys_gradient<HEAD_DIM>(dk, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
+        }
     }
 
     // The dS that the first step reads is zeros and belongs to no m-block, so that the loop has no special first step.

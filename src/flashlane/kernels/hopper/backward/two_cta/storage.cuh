@@ -24,6 +24,9 @@ constexpr u32 K_BYTES = 2 * CTAS * KEYS_CHUNK, V_BYTES = 2 * KEYS_CHUNK, IN_REGI
 constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK, DS_BYTES = CTAS * ROWS_CHUNK;
 constexpr u32 STAT_BYTES = BLOCK_M * 4;
 constexpr int HALF_ROWS = BLOCK_M / CTAS;
+// dK and dV until TMA has read them: of each consumer warp 16 rows, in chunks one after another. dV comes first.
+constexpr u32 STAGED_CHUNK = 16 * ROW_BYTES;
+constexpr u32 STAGED_BYTES = cfg::TMA_STORES ? 4 * (V_CHUNKS + QK_CHUNKS) * STAGED_CHUNK : 0;
 
 static_assert(cfg::BLOCK_N == CTAS * KEYS && BLOCK_M == 64);
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DO_STAGES & (DO_STAGES - 1)) == 0);
@@ -66,7 +69,8 @@ struct StepRecord {
 };
 
 struct SharedStorage {
-    unsigned char k[K_BYTES], v[V_BYTES], q[Q_STAGES][Q_BYTES], dout[DO_STAGES][DO_BYTES], ds[DS_STAGES][DS_BYTES];
+    unsigned char k[K_BYTES], v[V_BYTES], q[Q_STAGES][Q_BYTES], dout[DO_STAGES][DO_BYTES];
+    unsigned char ds[DS_STAGES * DS_BYTES + STAGED_BYTES];  // and after it dK and dV
     float lse[Q_STAGES][BLOCK_M], delta[DO_STAGES][BLOCK_M];
     TileRecord tile[TILE_STAGES];
     StepRecord q_step[Q_STAGES], do_step[DO_STAGES];
