@@ -59,6 +59,17 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
     return done;
 }
 
+// The same at once: it does not suspend the thread for a while.
+__device__ __forceinline__ bool mbarrier_test_wait(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done;
+}
+
 // Waits until the phase of that parity is complete.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 #ifdef FLASHLANE_DEBUG

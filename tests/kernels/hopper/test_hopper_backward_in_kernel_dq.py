@@ -12,8 +12,10 @@ from flashlane import jit
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.arch import SMS
+from flashlane.kernels.hopper.backward import in_kernel_zeros
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward.head_swizzle import even, heads_per_section
+from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_of
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import (
@@ -21,6 +23,7 @@ from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import (
     ZEROED_AHEAD,
     in_kernel_dq_of,
 )
+from flashlane.kernels.hopper.backward.select import DESIGNS, config_of
 from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES
 
 
@@ -72,6 +75,23 @@ __device__ constexpr bool zeros_come_first(int heads, int n_blocks, int section,
     return true;
 }
 
+// In-kernel zeros: who takes a tile owes the zeros of a later one. Each tile whose zeros the preprocess kernel does not
+// write is owed once, by a tile that is taken before the first one of its head.
+__device__ constexpr bool zeros_are_owed_before(int heads, int n_blocks, int section, int own, int zeroed_before) {
+    const TileOrder order{heads, n_blocks, section};
+    const int tiles = heads * n_blocks;
+    int owed[160] = {};
+    for (int taken = own; taken < tiles; ++taken) {
+        const int tile = owed_tile(taken, own, zeroed_before);
+        if (tile >= tiles) continue;
+        if (taken >= order.index(0, swizzled_tile<false>(tile, heads, n_blocks, section).head)) return false;
+        ++owed[tile];
+    }
+    for (int tile = 0; tile < tiles; ++tile)
+        if (owed[tile] != (tile >= zeroed_before)) return false;
+    return zeroed_before >= own || tiles <= own;
+}
+
 extern "C" __global__ void entry() {}
 """
 """The compiler evaluates the device's own functions."""
@@ -106,6 +126,49 @@ def test_no_tile_waits_for_zeros_that_wait_for_it() -> None:
     assert any(heads > section for heads, _, section in SIZES), "a later section is zeroed by the launch itself"
     with pytest.raises(jit.CompileError):
         holds(["zeros_come_first(12, 5, 3, 1)"])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 9, 40])
+@pytest.mark.parametrize("own_tiles", [False, True])
+def test_zeros_of_a_launch_come_before_the_head_that_they_are_for(
+    own_tiles: bool, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_kernel_zeros, "TILES_AHEAD", workers // 3)
+    checks, in_launch = [], 0
+    for heads, blocks, section in SIZES:
+        problem = asked(batch=1, heads=heads, kv_heads=heads, seqlen_k=128 * blocks)
+        found = zeros_of(problem, 128, section, workers, own_tiles)
+        assert not found.writes and found.tiles == heads * blocks
+        in_launch += found.zeroed_before < found.tiles
+        own = min(workers, found.tiles) if own_tiles else 0
+        checks.append(f"zeros_are_owed_before({heads}, {blocks}, {section}, {own}, {found.zeroed_before})")
+    holds(checks)
+    assert in_launch >= 5 or workers == 40, "launches that are long enough"
+    with pytest.raises(jit.CompileError):
+        holds(["zeros_are_owed_before(12, 5, 3, 4, 15)"])  # the tile that owes is of the same section
+
+
+@pytest.mark.parametrize(
+    ("changes", "zeros"),
+    [
+        ({"seqlen_q": 3528, "seqlen_k": 3528, "batch": 13, "heads": 21, "kv_heads": 21}, True),
+        ({"seqlen_q": 3000, "seqlen_k": 3000, "batch": 3, "heads": 14, "kv_heads": 14}, False),  # half of the tiles
+        ({"seqlen_q": 2244, "seqlen_k": 2244, "window_right": -1, "batch": 11, "heads": 39, "kv_heads": 39}, True),
+        ({"seqlen_q": 8120, "seqlen_k": 8120, "window_right": -1, "batch": 20}, False),  # zeros are few
+        ({"seqlen_q": 2244, "seqlen_k": 2244, "window_right": -1, "deterministic": True, "batch": 30}, False),
+        ({"seqlen_q": 823, "seqlen_k": 823, "window_right": -1, "head_dim": 192, "batch": 20}, True),
+        ({"seqlen_q": 823, "seqlen_k": 823, "head_dim": 192, "batch": 20}, False),  # clusters under a causal mask
+        ({"seqlen_q": 3390, "seqlen_k": 3390, "window_right": -1, "head_dim": 192, "batch": 20}, False),
+        ({"seqlen_q": 823, "seqlen_k": 823, "window_right": -1, "head_dim": 192, "batch": 20, "varlen": True}, False),
+        ({"seqlen_q": 823, "seqlen_k": 823, "window_left": 99, "head_dim": 192, "batch": 20}, False),
+    ],
+)
+def test_launches_zero_where_zeros_are_a_part_of_their_time(changes: dict[str, int], zeros: bool) -> None:
+    problem = asked(**{**changes, "head_dim_v": changes.get("head_dim", 128)})
+    config = config_of(problem)
+    assert config.zeroing_ctas == zeros * (1 if problem.head_dim == 128 else 2)
+    schedule = DESIGNS[config.design].schedule(config.specialised(problem), problem, SMS).in_kernel_dq
+    assert (0 < schedule.zeroed_before < schedule.tiles) == zeros
 
 
 def test_short_sequences_of_many_heads_have_in_kernel_dq() -> None:
@@ -171,6 +234,8 @@ def test_what_the_launches_tell_each_other_has_its_place() -> None:
     offsets = backward_launch.workspace_of(rows, config, WHOLE_TILES, found).offsets
     assert offsets["added"] - offsets["zeroed"] >= 128 <= offsets["written"] - offsets["added"]
     assert backward_launch.workspace_of(rows, config, WHOLE_TILES, found).words - offsets["written"] >= 2048
+    zeros = backward_launch.workspace_of(rows, config, WHOLE_TILES, zeros_of(problem, config.block_n, 16, SMS, True))
+    assert zeros.words - zeros.offsets["zeroed"] >= 128 and not {"added", "written"} & set(zeros.offsets)
     assert not {"zeroed", "added", "written"} & set(
         backward_launch.workspace_of(rows, config, WHOLE_TILES, OWN_LAUNCHES).offsets
     )

@@ -91,6 +91,8 @@ class GradientConfig(ABC):
     """dK and dV are stored by TMA."""
     in_kernel_dq: ClassVar[bool] = False
     """Idle warps of the launch zero dq_accum and write dQ, as far as they get."""
+    zeroing_ctas: ClassVar[int] = 0
+    """CTAs that share the zeros of the m-blocks of a tile of the launch; 0: the preprocess kernel writes all zeros."""
     last_addition: ClassVar[bool] = False
     """Idle warps of the launch write all of dQ, after the last addition to each slice of dq_accum."""
 
@@ -170,7 +172,7 @@ class GradientConfig(ABC):
         constants |= self.score.on_scores.constants()
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
         constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits, "MIXED_DQ": self.mixed_dq}
-        constants["F32_DKDV"] = self.f32_dkdv
+        constants |= {"F32_DKDV": self.f32_dkdv, "ZEROING_CTAS": self.zeroing_ctas}
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner)),)
         headers += ((PROGRAM_HEADER, self.program or NO_PROGRAM),)
         return _source(name, self, constants, headers)
@@ -219,6 +221,7 @@ def _source(
 def preprocess_source(config: GradientConfig) -> KernelSource:
     """``preprocess.cu`` for what a configuration of the gradients' kernels reads."""
     names = ("head_dim", "head_dim_v", "block_m", "dq_accum_floats", "in_order", "last_addition", "in_kernel_dq")
+    names += ("zeroing_ctas",)
     constants: dict[str, int] = {name.upper(): getattr(config, name) for name in names}
     # It computes which n-blocks add to an m-block only where additions have an order.
     constants |= _mask_constants(config, config.in_order)

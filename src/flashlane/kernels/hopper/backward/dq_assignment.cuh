@@ -30,6 +30,11 @@ struct TileOrder {
 __device__ __forceinline__ constexpr BlockRange assigned_m_blocks(int n_block, int n_blocks, long long m_blocks) {
     return {static_cast<int>(m_blocks * n_block / n_blocks), static_cast<int>(m_blocks * (n_block + 1) / n_blocks)};
 }
+// In-kernel zeros: the tile of whose m-blocks the zeros are owed by the CTA that takes tile `taken`. `own`: the first
+// tiles of the launch, which no CTA takes, and for which nothing is owed.
+__device__ __forceinline__ constexpr int owed_tile(int taken, int own, int zeroed_before) {
+    return taken - own + zeroed_before;
+}
 // The n-block of the tile to which an m-block is assigned.
 __device__ __forceinline__ constexpr int assigned_n_block(int m_block, int n_blocks, long long m_blocks) {
     return static_cast<int>(((m_block + 1ll) * n_blocks - 1) / m_blocks);

@@ -251,7 +251,8 @@ def workspace_of(rows: RowBlocks, config: GradientConfig, split: SplitQ, in_kern
         }
         sizes |= {"counters": COUNTERS + split.arrivals + rows.sequences}
         sizes |= {"postprocess_queue": CONSUMERS * rows.all * config.last_addition}
-        sizes |= {"zeroed": in_kernel.heads, "added": in_kernel.heads, "written": in_kernel.tiles}
+        sizes |= {"zeroed": in_kernel.heads}
+        sizes |= {"added": in_kernel.heads * in_kernel.writes, "written": in_kernel.tiles * in_kernel.writes}
         sizes |= {"partials": split.partials * CONSUMERS * CHUNK * (config.head_dim + config.head_dim_v)}
     offsets, words = {}, 0
     for name, size in sizes.items():

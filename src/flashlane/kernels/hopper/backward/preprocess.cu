@@ -24,7 +24,7 @@ struct PlainParams {
     int* postprocess_queue;        // LAST_ADDITION: zeroed here
     void* dq;                      // LAST_ADDITION, VARLEN: (batch, row, head, column)
     void *dk, *dv;                 // VARLEN: (row, head, column); UNSEEN_KEYS: the same, sequence after sequence
-    int *zeroed, *added, *written; // IN_KERNEL_DQ, see Params of the gradients' kernels (params.cuh)
+    int *zeroed, *added, *written; // ZEROING_CTAS, IN_KERNEL_DQ, see Params of the gradients' kernels (params.cuh)
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
     float *lse, *delta, *dq_accum;
@@ -37,7 +37,7 @@ struct PlainParams {
     ScoreParams score;
     long long dq_batch, dq_row, dq_head;
     int window_left, window_right; // IN_ORDER: what the kernel of the gradients knows of the mask
-    int kv_heads, n_blocks, heads_per_section, zeroed_before;  // IN_KERNEL_DQ, but kv_heads
+    int kv_heads, n_blocks, heads_per_section, zeroed_before;  // ZEROING_CTAS, but kv_heads
     int total_q, total_k;          // VARLEN: rows of dq, and of dk and dv
     long long dlse_batch, dlse_head;
     int first_key, end_key;        // UNSEEN_KEYS: the keys that tiles have
@@ -101,14 +101,16 @@ __device__ __forceinline__ void order_sequence(const Params& p, int sequence) {
     if (threadIdx.x == 0) p.counters[COUNTERS + before] = sequence;
 }
 
-// Initialises the counters of in-kernel dQ. Returns whether this kernel, and no idle warp, zeroes dq_accum of
-// the CTA's m-block.
+// Initialises the counters of in-kernel zeros and dQ. Returns whether this kernel, and no warp of the kernel of the
+// gradients, zeroes dq_accum of the CTA's m-block.
 __device__ __forceinline__ bool init_in_kernel_dq(const Params& p, int batch, int head) {
     const int group = p.heads / p.kv_heads, kv_head = batch * p.kv_heads + head / group;
     const TileOrder order{p.kv_heads * static_cast<int>(gridDim.z), p.n_blocks, p.heads_per_section};
     if (blockIdx.x == 0 && head % group == 0) {
-        if (threadIdx.x == 0) p.zeroed[kv_head] = order.tiles_before(kv_head, p.zeroed_before), p.added[kv_head] = 0;
-        for (int i = threadIdx.x; i < order.n_blocks; i += THREADS) p.written[order.index(i, kv_head)] = 0;
+        if (threadIdx.x == 0) p.zeroed[kv_head] = cfg::ZEROING_CTAS * order.tiles_before(kv_head, p.zeroed_before);
+        if (cfg::IN_KERNEL_DQ && threadIdx.x == 0) p.added[kv_head] = 0;
+        for (int i = threadIdx.x; cfg::IN_KERNEL_DQ && i < order.n_blocks; i += THREADS)
+            p.written[order.index(i, kv_head)] = 0;
     }
     const int n_block = assigned_n_block(head % group * p.row_blocks + blockIdx.x, order.n_blocks,
                                          static_cast<long long>(group) * p.row_blocks);
@@ -132,7 +134,7 @@ __device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seql
                 clear(dq + (static_cast<long long>(seqlen.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(Element));
         }
     }
-    if (!cfg::IN_KERNEL_DQ || init_in_kernel_dq(p, at.sequence, head))
+    if (cfg::ZEROING_CTAS == 0 || init_in_kernel_dq(p, at.sequence, head))
         clear(p.dq_accum + row_block * cfg::DQ_ACCUM_FLOATS, cfg::DQ_ACCUM_FLOATS * sizeof(float));
 }
 

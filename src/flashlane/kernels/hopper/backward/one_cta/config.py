@@ -59,6 +59,8 @@ class OneCtaConfig(GradientConfig):
     """Each consumer warpgroup has its own copy of the loop; with :attr:`mixed_dq` always."""
     tma_stores: bool = False
     """TMA stores dK and dV where it can and shared memory has room (:attr:`staging`)."""
+    in_kernel_zeros: bool = False
+    """The launch zeroes dq_accum of all heads but the first ones (``in_kernel_zeros.cuh``)."""
     skips_hidden: bool = False
     """A consumer makes no products of a step in which its keys are hidden."""
 
@@ -111,6 +113,10 @@ class OneCtaConfig(GradientConfig):
     @property
     def in_kernel_dq(self) -> bool:  # type: ignore[override]
         return self.postprocess == "idle_warps"
+
+    @property
+    def zeroing_ctas(self) -> int:  # type: ignore[override]
+        return int(self.in_kernel_zeros or self.in_kernel_dq)
 
     @property
     def last_addition(self) -> bool:  # type: ignore[override]
@@ -177,7 +183,11 @@ class OneCtaConfig(GradientConfig):
         """``one_cta/kernel.cu`` with these constants and policies."""
         stages = {f"{name}_STAGES": getattr(self, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V", "DQ")}
         columns = (self.block_m, self.slice_rows, self.head_dim, self.head_dim_v)
-        constants = {**stages, "BLOCK_N": self.block_n, "SHARED_BYTES": self.shared_memory}
+        constants = {
+            **stages,
+            "BLOCK_N": self.block_n,
+            "SHARED_BYTES": self.shared_memory,
+        }
         policies = (
             f"using Dq = {DQ_POLICIES[self.dq, self.postprocess]};\n"
             f"using Partition = {'SplitQ' if self.split_q else 'WholeTiles'}<Dq>;\n"
@@ -195,7 +205,7 @@ class OneCtaConfig(GradientConfig):
 
         All n-blocks are tiles, as the preprocess kernel would zero the gradients of the others in the operands' type.
         """
-        tile = replace(self, unseen_keys=False, f32_dkdv=True)
+        tile = replace(self, unseen_keys=False, f32_dkdv=True, in_kernel_zeros=False)
         postprocess: Postprocess = "own_launch"
         return replace(tile, postprocess=postprocess, query_ranges=True, skips_hidden=False) if query_ranges else tile
 
@@ -208,8 +218,10 @@ class OneCtaConfig(GradientConfig):
             dq, postprocess = "tma_reduce_add", "own_launch"
         elif problem.varlen and postprocess == "idle_warps":
             postprocess = "own_launch"
+        zeros = self.in_kernel_zeros and not (problem.deterministic or problem.varlen or problem.window_left >= 0)
+        zeros = zeros and postprocess != "idle_warps"
         split = self.split_q and not problem.deterministic
-        tile = replace(self, dq=dq, postprocess=postprocess, split_q=split)
+        tile = replace(self, dq=dq, postprocess=postprocess, split_q=split, in_kernel_zeros=zeros)
         # Idle warps count the m-blocks that are assigned to each n-block.
         unseen = not tile.in_kernel_dq and has_unseen_keys(problem, self.block_n, self.block_m)
         return replace(GradientConfig.specialised(tile, problem), unseen_keys=unseen)

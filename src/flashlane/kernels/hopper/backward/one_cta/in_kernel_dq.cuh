@@ -9,14 +9,13 @@
 // tiles than a section of heads has. Tiles wait for zeros, but nothing waits for dQ: it is written one m-block at a
 // time, between which zeroing may become due.
 #pragma once
-#include "attention/semaphore.cuh"
-#include "hopper/backward/dq_assignment.cuh"
+#include "hopper/backward/in_kernel_zeros.cuh"
 #include "hopper/backward/one_cta/postprocess_warp.cuh"
 
 constexpr unsigned PAUSE = 1000, LONG_PAUSE = 4000;       // ns
 
-struct InKernelDqWarp {
-    const Params& p;
+struct InKernelDqWarp : AssignedBlocks {
+    __device__ __forceinline__ explicit InKernelDqWarp(const Params& params) : AssignedBlocks{params} {}
 
     __device__ __forceinline__ void run() const {
         griddepcontrol_wait();
@@ -27,7 +26,7 @@ struct InKernelDqWarp {
             const int taken = load_relaxed(p.counters + TILES_TAKEN);
             if (to_zero < p.tiles) {
                 if (uniform(to_zero - p.zeroed_before <= taken)) {
-                    zero(to_zero);
+                    zero<1>(to_zero, 0, [] { return true; });
                     to_zero = p.zeroed_before + take(ZEROING_TAKEN);
                     continue;
                 }
@@ -45,34 +44,6 @@ struct InKernelDqWarp {
 
     __device__ __forceinline__ int take(int counter) const {
         return uniform(threadIdx.x % WARP == 0 ? atomicAdd(p.counters + counter, 1) : 0);
-    }
-    // The tile's n-block and head; the head counts those of all sequences.
-    __device__ __forceinline__ SwizzledTile at(int tile) const {
-        return swizzled_tile<false>(tile, p.kv_heads * p.seqlen.batch, p.blocks, p.heads_per_section);
-    }
-    __device__ __forceinline__ long long head_m_blocks() const {
-        return static_cast<long long>(p.heads / p.kv_heads) * p.row_blocks;
-    }
-    // The head's first m-block among those of all heads.
-    __device__ __forceinline__ long long first_m_block(const SwizzledTile& at) const {
-        return static_cast<long long>(at.head) * (p.heads / p.kv_heads) * p.row_blocks;
-    }
-    __device__ __forceinline__ BlockRange assigned(const SwizzledTile& at) const {
-        return assigned_m_blocks(at.block, p.blocks, head_m_blocks());
-    }
-
-    __device__ __forceinline__ void zero(int tile) const {
-        const SwizzledTile where = at(tile);
-        const BlockRange m_blocks = assigned(where);
-        const int lane = threadIdx.x % WARP;
-        float4* to =
-            reinterpret_cast<float4*>(p.dq_accum + (first_m_block(where) + m_blocks.low) * DQ_ACCUM_FLOATS) + lane;
-        float4* const end = to + static_cast<long long>(m_blocks.count()) * (DQ_ACCUM_FLOATS / 4);
-        static_assert(DQ_ACCUM_FLOATS % (4 * WARP) == 0);
-#pragma unroll 4
-        for (; to < end; to += WARP) __stcg(to, make_float4(0.f, 0.f, 0.f, 0.f));
-        __syncwarp();
-        if (lane == 0) semaphore_add(p.zeroed + where.head, 1);
     }
     // Whether all tiles of the head have added.
     __device__ __forceinline__ bool complete(int tile) const {
@@ -95,6 +66,34 @@ struct InKernelDqWarp {
         __syncwarp();
         if (threadIdx.x % WARP == 0) p.written[tile] = 1;
         return true;
+    }
+};
+
+// Zeroes m-blocks for each tile that this CTA takes.
+struct ZeroingWarp {
+    const Params& p;
+    const u32 base;
+
+    __device__ __forceinline__ void run() const {
+        griddepcontrol_wait();                            // for the semaphores
+        const AssignedBlocks blocks{p};
+        for (u32 tiles = 0;; ++tiles) {
+            const u32 stage = tiles % TILE_STAGES;
+            while (!uniform(mbarrier_try_wait(barrier_of(SMEM(tile_full), stage), tiles / TILE_STAGES % 2)))
+                __nanosleep(PAUSE);
+            const TileCoordinates at = tile_coordinates(base, stage);
+            wait_for_load(at.batch);
+            __syncwarp();
+            if (threadIdx.x % WARP == 0) mbarrier_arrive(barrier_of(SMEM(tile_empty), stage));
+            if (uniform(at.batch) < 0) return;
+            if (FIRST_TILE_OWN && tiles == 0) continue;
+            // Of the splits of a tile the first one.
+            if (SPLIT_Q && at.split() > 0 && (at.split() - 1) % p.splits != 0) continue;
+            const u32 next = tiles + 1;
+            blocks.zero_ahead<1>(at.n_block, at.batch * p.kv_heads + at.head, 0, FIRST_TILE_OWN ? gridDim.x : 0, [&] {
+                return mbarrier_test_wait(barrier_of(SMEM(tile_full), next % TILE_STAGES), next / TILE_STAGES % 2);
+            });
+        }
     }
 };
 

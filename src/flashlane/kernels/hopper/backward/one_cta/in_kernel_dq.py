@@ -34,6 +34,8 @@ class InKernelDq:
     """Tiles whose m-blocks the preprocess kernel zeroes."""
     write_until: int = 0
     """Tiles that are taken when no warp begins to write dQ any more."""
+    writes: bool = True
+    """Whether they write dQ at all."""
 
     @property
     def tiles(self) -> int:

@@ -6,6 +6,7 @@
 //     warpgroup 0       warp 0       producer: takes tiles, loads Q, dO, row statistics, K and V by TMA    producer.cuh
 //                       warps 1, 2   dQ-store warps: add dQ to dq_accum by TMA reduce-add                  dq_store.cuh
 //                       or idle      zero dq_accum and write dQ    in_kernel_dq.cuh, postprocess_warp.cuh
+//                       warp 3       zeroes dq_accum of later heads                                in_kernel_zeros.cuh
 //     warpgroups 1, 2                consumers: 64 of the keys each                                        mainloop.cuh
 //
 // A consumer holds the scores transposed, so that P and dS are in registers what the next products take as
@@ -35,7 +36,7 @@ __device__ __forceinline__ void init_barriers(u32 base) {
     constexpr int CONSUMER_ARRIVALS = 4 * CONSUMERS * WARP_ARRIVALS;  // one a warp
     for (int i = 0; i < TILE_STAGES; ++i) {
         mbarrier_init(barrier_of(SMEM(tile_full), i), 1);
-        mbarrier_init(barrier_of(SMEM(tile_empty), i), CONSUMER_ARRIVALS + IN_KERNEL_DQ);
+        mbarrier_init(barrier_of(SMEM(tile_empty), i), CONSUMER_ARRIVALS + IN_KERNEL_DQ + IN_KERNEL_ZEROS);
     }
     for (int i = 0; i < K_STAGES; ++i)
         mbarrier_init(barrier_of(SMEM(k_full), i), 1), mbarrier_init(barrier_of(SMEM(k_empty), i), CONSUMER_ARRIVALS);
@@ -67,7 +68,10 @@ __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base
     }
     __syncwarp();
     if constexpr (IN_KERNEL_DQ) {
-        if (warp > 1) InKernelDqWarp{p}.run();
+        if (warp > 1) InKernelDqWarp(p).run();
+    }
+    if constexpr (IN_KERNEL_ZEROS) {
+        if (warp == 3) ZeroingWarp{p, base}.run();
     }
     if constexpr (POSTPROCESS_LAST_ADDITION) PostprocessWarp{p}.run();
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.ranges import QueryRanges
 from flashlane.kernels.hopper.backward.head_swizzle import by_model, fastest_section, heads_per_section, steps_of
+from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_of
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, in_kernel_dq_of
@@ -33,6 +34,8 @@ def schedule(
     n_blocks = len(n_block_range)
     section = config.heads_per_section or _section(config, problem, n_block_range, sms, ranges)
     in_kernel = in_kernel_dq_of(problem, config.block_n, section, sms) if config.in_kernel_dq else OWN_LAUNCHES
+    if config.in_kernel_zeros:
+        in_kernel = zeros_of(problem, config.block_n, section, sms, own_tiles=True)
     tiles = n_blocks * problem.kv_heads * problem.batch
     sizes = {"blocks": n_blocks, "tiles": tiles, "heads_per_section": section}
     sizes |= {"first_block": n_block_range.start, **split.sizes(tiles, problem.varlen)}

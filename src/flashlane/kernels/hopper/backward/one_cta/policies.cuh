@@ -76,6 +76,7 @@ enum class Staging {
 
 constexpr bool IN_KERNEL_DQ = Dq::POSTPROCESS == Postprocess::IDLE_WARPS;
 constexpr bool POSTPROCESS_LAST_ADDITION = Dq::POSTPROCESS == Postprocess::LAST_ADDITION;
+constexpr bool IN_KERNEL_ZEROS = cfg::ZEROING_CTAS > 0 && !IN_KERNEL_DQ;  // of heads after the first ones
 constexpr bool SPLIT_Q = Partition::SPLIT_Q;
 static_assert(!SKIPS_HIDDEN || !cfg::QUERY_RANGES, "a step's alignment is that of its range");
-static_assert(!cfg::VARLEN || !IN_KERNEL_DQ, "tiles of packed sequences are counted on the GPU");
+static_assert(!cfg::VARLEN || cfg::ZEROING_CTAS == 0, "tiles of packed sequences are counted on the GPU");

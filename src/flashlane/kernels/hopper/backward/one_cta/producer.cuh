@@ -1,7 +1,7 @@
 // The producer warp of the one-CTA backward, one thread: it takes work tiles and loads their keys, queries
 // and row statistics.
 #pragma once
-#include "attention/semaphore.cuh"
+#include "hopper/backward/in_kernel_zeros.cuh"
 #include "hopper/backward/one_cta/storage.cuh"
 #include "hopper/backward/split_q.cuh"
 
@@ -90,7 +90,9 @@ struct Producer {
                 load_q(tile, seqlen, head, m_block, row_block);
                 load_dout(seqlen, head, m_block, row_block);
                 if (first) {
-                    if (IN_KERNEL_DQ) semaphore_wait(p.zeroed + at.batch * p.kv_heads + at.head, p.blocks);
+                    // The preprocess kernel zeroes dq_accum for a first tile of its own, which does not wait for it.
+                    if (IN_KERNEL_DQ || (IN_KERNEL_ZEROS && !(FIRST_TILE_OWN && tiles == 1)))
+                        AssignedBlocks{p}.wait_for_zeros(at.batch * p.kv_heads + at.head);
                     load_keys(tile);
                 }
                 first = false;

@@ -7,6 +7,7 @@ from dataclasses import replace
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SECTOR, SMS
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, is_causal, steps_of
+from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.one_cta.config import Dq, OneCtaConfig, PingPong
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
 from flashlane.kernels.hopper.backward.seen_keys import seen_n_blocks
@@ -88,8 +89,13 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     # Packed sequences gained nothing by TMA stores, and score modifiers were not timed with them (notebook 0025).
     if not (problem.varlen or problem.deterministic or extras):
         staged = replace(tile, tma_stores=True)
-        faster = staged.staging == "ds_and_dq" or (staged.stores_by_tma and (tile.k_stages > 1 or not wide))
+        faster = staged.staging == "ds_and_dq" or ((tile.k_stages > 1 or not wide) and staged.stores_by_tma)
         tile = staged if faster else tile
+    if tile.staging == "ds_and_dq":
+        section = heads_per_section(problem, -(-problem.seqlen_k // tile.block_n))
+        zeros = zeros_of(problem, tile.block_n, section, SMS, own_tiles=True)
+        worth = zeros_are_worth_it(problem, zeros, tile.block_m, tile.block_n, 1)
+        tile = replace(tile, in_kernel_zeros=worth)
     # Of 52 problems those with these tiles were faster, and others slower (notebook 0026).
     few_queries = wide and tile.block_m == 64 and tile.k_stages > 1 and tile.ping_pong == "until_issued"
     tile = replace(tile, skips_hidden=few_queries and masked and not (problem.varlen or problem.deterministic))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 from flashlane.jit import shared_limit
 from flashlane.kernels.hopper.arch import ARCH, CHUNK, SMS
 from flashlane.kernels.hopper.backward.config import FRAGMENT_COLUMNS, ONE_CTA_HEAD_DIM, GradientConfig, row_bytes
+from flashlane.kernels.hopper.backward.head_swizzle import two_cta_heads_per_section
+from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
 from flashlane.kernels.hopper.backward.split_q import split_of
 
@@ -37,6 +39,8 @@ class TwoCtaConfig(GradientConfig):
 
     split_q: bool = False
     """Tiles may be split along their queries (``split_q.py``)."""
+    in_kernel_zeros: bool = False
+    """The launch zeroes dq_accum of all heads but the first ones (``in_kernel_zeros.cuh``)."""
     tma_stores: bool = False
     """TMA stores dK and dV, which lie in shared memory until then, where it has room and the tensors are dense."""
 
@@ -48,12 +52,17 @@ class TwoCtaConfig(GradientConfig):
     def specialised(self, problem: AttentionProblem) -> TwoCtaConfig:
         """The tile with what a problem needs switched on."""
         unseen = has_unseen_keys(problem, self.block_n, self.block_m)
-        tile = replace(self, unseen_keys=unseen)
+        zeros = self.in_kernel_zeros and not problem.varlen and problem.window_left < 0
+        tile = replace(self, unseen_keys=unseen, in_kernel_zeros=zeros)
         return GradientConfig.specialised(tile, problem)
 
     @property
     def stores_by_tma(self) -> bool:  # type: ignore[override]
         return self.tma_stores and not self.varlen and sum(self._regions(True).values()) <= shared_limit(ARCH)
+
+    @property
+    def zeroing_ctas(self) -> int:  # type: ignore[override]
+        return CTAS * self.in_kernel_zeros
 
     @property
     def tile(self) -> str:
@@ -95,7 +104,11 @@ class TwoCtaConfig(GradientConfig):
         first = (self.half_steps + 1) // 2
         quarters = tuple(FRAGMENT_COLUMNS * steps for steps in (first, self.half_steps - first))
         constants = {"BLOCK_N": self.block_n, "Q_STAGES": self.q_stages, "DO_STAGES": self.do_stages}
-        constants |= {"SHARED_BYTES": self.shared_memory, "SPLIT_Q": self.split_q, "TMA_STORES": self.stores_by_tma}
+        constants |= {
+            "SHARED_BYTES": self.shared_memory,
+            "SPLIT_Q": self.split_q,
+            "TMA_STORES": self.stores_by_tma,
+        }
         return (self.gradient_source("two_cta/kernel", columns, REGISTERS, n_inner=quarters, **constants),)
 
 
@@ -115,4 +128,7 @@ def refusal(problem: AttentionProblem) -> str | None:
 def pick(problem: AttentionProblem) -> TwoCtaConfig:
     """The configuration of a problem."""
     tile = TwoCtaConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, tma_stores=True)
+    zeros = zeros_of(problem, tile.block_n, two_cta_heads_per_section(problem), SMS // CTAS, own_tiles=False)
+    worth = zeros_are_worth_it(problem, zeros, tile.block_m, tile.block_n, CTAS)
+    tile = replace(tile, in_kernel_zeros=worth)
     return replace(tile, split_q=split_of(problem, tile, SMS // CTAS).splits > 1).specialised(problem)

@@ -60,12 +60,15 @@ __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base
                 p, base, rank, p.dout, p.delta, SMEM(dout), SMEM(delta), SMEM(do_step), SMEM(do_full), SMEM(do_empty)};
             producer.run(false);
         } else if (warp == 2) {
-            KeysProducer{p, base, rank}.run();
+            if (ZEROING_CTAS == 0) KeysProducer{p, base, rank}.run();
         } else {
             SchedulerWarp{p, base, rank}.run();
         }
     }
     __syncwarp();
+    if constexpr (ZEROING_CTAS > 0) {
+        if (warp == 2) KeysProducer{p, base, rank}.run_and_zero();
+    }
 }
 
 extern "C" __global__ void __cluster_dims__(CTAS, 1, 1) __launch_bounds__(THREADS, 1)

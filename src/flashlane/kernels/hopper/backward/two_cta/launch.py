@@ -11,7 +11,9 @@ from flashlane.kernels.hopper.backward.head_swizzle import (
     steps_of,
     two_cta_heads_per_section,
 )
+from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_of
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
+from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, split_of
 from flashlane.kernels.hopper.backward.two_cta.config import CTAS, TwoCtaConfig, refusal
@@ -47,4 +49,7 @@ def schedule(
     sizes |= split.sizes(tiles, problem.varlen)
     grid = CTAS * min(tiles + split.partials, sms // CTAS), 1, 1
     # Each CTA loads half of the rows of Q and dO.
-    return Schedule((GradientLaunch(grid, (config.block_m // CTAS, CHUNK), sizes),), split)
+    zeros = OWN_LAUNCHES
+    if config.in_kernel_zeros:
+        zeros = zeros_of(problem, config.block_n, section, sms // CTAS, own_tiles=False)
+    return Schedule((GradientLaunch(grid, (config.block_m // CTAS, CHUNK), sizes),), split, zeros)

@@ -1,6 +1,7 @@
 // The scheduler warp and the producer warps of the 2-CTA backward, one thread each: one warp loads Q, one dO, and one
 // K and V.
 #pragma once
+#include "hopper/backward/in_kernel_zeros.cuh"
 #include "hopper/backward/split_q.cuh"
 #include "hopper/backward/two_cta/storage.cuh"
 
@@ -147,6 +148,33 @@ struct KeysProducer {
             if (steps == NO_TILE) return;
             if (steps > 0) load(tile), ++full_tiles, ds_count += steps + 1;
             mbarrier_arrive(barrier_of(SMEM(tile_empty), tile % TILE_STAGES));
+        }
+    }
+    // The same by a whole warp, which also zeroes m-blocks for each tile.
+    __device__ __forceinline__ void run_and_zero() {
+        const bool first = threadIdx.x % WARP == 0;
+        const AssignedBlocks blocks{p};
+        griddepcontrol_wait();                            // for the semaphores
+        for (u32 tile = 0;; ++tile) {
+            const int steps = uniform(wait_tile(base, tile));
+            if (steps == NO_TILE) return;
+            const OwnerRecord owner = owner_record(base, tile);
+            const int head = owner.batch * p.kv_heads + owner.kv_head;
+            const int n_block = (keys_record(base, tile).first - rank * KEYS) / cfg::BLOCK_N;
+            bool owes = true;                             // of the splits of a tile the first one
+            if constexpr (cfg::SPLIT_Q) owes = split_record(base, tile).begin == 0;
+            if (steps > 0) {
+                if (first) blocks.wait_for_zeros(head), load(tile);
+                ++full_tiles, ds_count += steps + 1;
+            }
+            wait_for_load(head | n_block | owes);
+            __syncwarp();
+            if (first) mbarrier_arrive(barrier_of(SMEM(tile_empty), tile % TILE_STAGES));
+            const u32 next = tile + 1;
+            if (owes)
+                blocks.zero_ahead<CTAS>(n_block, head, rank, 0, [&] {
+                    return mbarrier_test_wait(barrier_of(SMEM(tile_full), next % TILE_STAGES), next / TILE_STAGES % 2);
+                });
         }
     }
     __device__ __forceinline__ void load(u32 tile) const {
