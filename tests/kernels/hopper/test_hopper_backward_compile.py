@@ -92,9 +92,12 @@ def steps_of_consumers(config: OneCtaConfig) -> list[tuple[int, int]]:
     over_dims = -(-config.head_dim // 16) + -(-config.head_dim_v // 16)
     products = over_dims + 2 * (config.block_m // 16) + config.block_n // 16
     first = products, config.block_m // (8 if config.split_columns else 16)
+    loops = [first] * (1 + config.own_loops)
     if config.mixed_dq:
-        return [first, (products, (config.head_dim - 64) // 8)]
-    return [first] * (1 + config.own_loops)
+        loops = [first, (products, (config.head_dim - 64) // 8)]
+    if config.skips_hidden:  # a step of hidden keys has the dQ of the step before, and nothing else
+        loops = [(products + config.block_n // 16, 2 * additions) for products, additions in loops]
+    return loops
 
 
 @pytest.mark.parametrize("config_and_source", MAIN, ids=name_of)

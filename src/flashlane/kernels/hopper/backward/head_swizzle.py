@@ -20,10 +20,10 @@ COMPARED = (2, 4, 8, 16, 32, 64)
 """Heads of a section that are compared, besides all."""
 BETWEEN_TILES = 2
 """What a tile takes besides its steps, in steps."""
-CROWDING, AT_NO_COST, RESIDENT_MIB = 0.4, 8, 15
+CROWDING, AT_NO_COST, RESIDENT_MIB = 0.4, 8, 12
 """When tiles of many heads run at once, device memory delivers each head's Q and dO for fewer tiles (notebook 0016). A
 launch then takes longer by CROWDING of its time for each head above AT_NO_COST, divided by the workers, provided that
-Q, dO and dQ of these heads are more than RESIDENT_MIB."""
+Q, dO and dQ of these heads are more than RESIDENT_MIB, which the timings leave between 10 and 14 (notebook 0028)."""
 
 
 def is_causal(problem: AttentionProblem) -> bool:

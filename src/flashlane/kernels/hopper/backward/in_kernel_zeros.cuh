@@ -39,8 +39,8 @@ struct AssignedBlocks {
     __device__ __forceinline__ BlockRange assigned(const SwizzledTile& at) const {
         return assigned_m_blocks(at.block, p.blocks, head_m_blocks());
     }
-    // Zeroes the `share`-th of SHARES parts of a tile's m-blocks, by a warp. Until `hurry()` it pauses between stores, as
-    // those of the consumers would wait behind them.
+    // Zeroes the `share`-th of SHARES parts of a tile's m-blocks, by a warp. Until `hurry()` it pauses between stores,
+    // as those of the consumers would wait behind them.
     template <int SHARES, typename Hurry>
     __device__ __forceinline__ void zero(int tile, int share, const Hurry& hurry) const {
         const SwizzledTile where = at(tile);
