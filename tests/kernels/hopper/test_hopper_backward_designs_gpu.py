@@ -29,7 +29,7 @@ from hopper_gradients import (
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.hopper.backward import launch as backward_launch
-from flashlane.kernels.hopper.backward import split_q
+from flashlane.kernels.hopper.backward import select, split_q
 from flashlane.kernels.hopper.backward.kernel import config_of, prepared_of
 from flashlane.kernels.hopper.backward.launch import Workspace
 from flashlane.kernels.hopper.backward.one_cta import in_kernel_dq
@@ -96,8 +96,41 @@ def always_in_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(one_cta_tiles, "worth_it", lambda *asked: True)
         for module in (one_cta_launch, one_cta_tiles):
             patch.setattr(module, "heads_per_section", lambda *asked: 1)
+        patch.setattr(one_cta_launch, "fastest_section", lambda *asked: 1)
         yield
     registry.changed()
+
+
+@pytest.fixture
+def always_clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Clusters make the gradients above D 128 under windows of any width."""
+    registry.changed()
+    with monkeypatch.context() as patch:
+        patch.setattr(select, "two_kernels_are_faster", lambda problem: False)
+        yield
+    registry.changed()
+
+
+WINDOWS = (Variant(BF16, 256, mask="both"), Variant(F16, 168, mask="left"), Variant(BF16, 192, 128, "both"))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("variant", WINDOWS, ids=str)
+def test_clusters_make_the_gradients_of_narrow_windows_too(variant: Variant, always_clusters: None) -> None:
+    windows = 0
+    for number in range(DRAWS):
+        item = draw(variant, number)
+        problem, inputs = item.build(variant.dtype, HERE)
+        if refusal(problem) is not None:
+            continue
+        config = config_of(problem.with_hiding_sides)
+        assert config.design == "two_cta"
+        windows += config.has_left
+        rows, what = item.backward_inputs(problem, inputs)
+        wrong = complaints(rows, what, run(problem, rows, what))
+        assert not wrong, f"{item}: {'; '.join(wrong)}"
+    assert windows >= DRAWS // 4
 
 
 IN_KERNEL = tuple(Variant(BF16, 128, mask=mask) for mask in ("full", "right", "both"))
