@@ -19,7 +19,7 @@ TILES_AHEAD = SMS // 2
 """Tiles that zeros are written ahead of the first tile of their section of heads."""
 MOST_KEYS = 2500
 """Keys that a query sees in the mean, up to which zeros are 2.4 % of a launch's time or more: 4 bytes at 3.4 TB/s
-beside 10 operations a key at 500 TFLOP/s. A launch that writes half of the zeros gains half."""
+next to 10 operations a key at 500 TFLOP/s. A launch that writes half of the zeros gains half."""
 LEAST_TILES = {1: 8, 2: 4}
 """Tiles of a launch, over those whose zeros the preprocess kernel writes, by the CTAs of a tile: launches of fewer
 gained nothing in five problems of six."""
