@@ -58,8 +58,11 @@ constexpr bool BY_PROGRAM = cfg::BLOCK_LISTS || Program::HAS_SCORE;
 // or arbitrary bytes.
 template <int CHUNKS, int ROWS>
 __device__ __forceinline__ void zero_rows(u32 tile, int row, int thread, int threads) {
-    const int vectors = (ROWS - row) * (ROW_BYTES / 16);
-    for (int i = thread; i < vectors * CHUNKS; i += threads)
-        store_shared(tile + i / vectors * (ROWS * ROW_BYTES) + row * ROW_BYTES + i % vectors * 16,
-                     make_uint4(0, 0, 0, 0));
+    constexpr int VECTORS = ROW_BYTES / 16;               // of a row of a chunk
+#pragma unroll 1
+    for (int i = row * VECTORS + thread; i < ROWS * VECTORS; i += threads) {
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk)
+            store_shared(tile + chunk * (ROWS * ROW_BYTES) + i * 16, make_uint4(0, 0, 0, 0));
+    }
 }

@@ -242,17 +242,17 @@ struct Consumer {
     __device__ __forceinline__ void begin_step() {
         wait<Q_STAGES>(SMEM(q_full), steps_done);
         // Read here, where the product hides its latency; by shuffle, as in hopper_backward.
-        mask_word = uniform(step_queries(base, q_stage()).mask_word);
+        const StepQueries step = step_queries(base, q_stage());
+        mask_word = uniform(step.mask_word);
+        if (ZEROES_QUERIES) zero_out_of_bounds_queries(uniform(step.rows));
     }
     // Sᵀ = K·Qᵀ
     __device__ __forceinline__ void gemm_qk() {
-        zero_out_of_bounds_queries<QK_CHUNKS>(q_tile());
         gemm_ss<BLOCK_M, QK_STEPS, KEYS_CHUNK, ROWS_CHUNK>(s, k_tile() + number * 64 * ROW_BYTES, q_tile());
     }
     // dPᵀ = V·dOᵀ
     __device__ __forceinline__ void gemm_dp() {
         wait<DO_STAGES>(SMEM(do_full), steps_done);
-        zero_out_of_bounds_queries<V_CHUNKS>(do_tile());
         gemm_ss<BLOCK_M, V_STEPS, KEYS_CHUNK, ROWS_CHUNK>(dp, v_tile() + number * 64 * ROW_BYTES, do_tile());
     }
     // dV += Pᵀ·dO, dK += dSᵀ·Q
@@ -490,18 +490,18 @@ struct Consumer {
 
     // ---- out-of-bounds rows of packed sequences become zeros
 
-    template <int CHUNKS>
-    __device__ __forceinline__ void zero_out_of_bounds_queries(u32 tile) {
-        // QUERY_RANGES: rows past the first range's end are the second range's. They have no probabilities; and without
-        // a left side they see all keys of the first range themselves, so that their NaN are in those sums anyway.
-        if constexpr (cfg::VARLEN || (cfg::QUERY_RANGES && cfg::HAS_LEFT)) {
-            const int rows = step_queries(base, q_stage()).rows;
-            if (rows >= BLOCK_M) return;
-            // Both consumers write the same zeros, each before its own products.
-            zero_rows<CHUNKS, BLOCK_M>(tile, rows, threadIdx.x % WARPGROUP, WARPGROUP);
-            fence_proxy_async();
-            named_barrier_sync(WARPGROUP_BARRIER + number, WARPGROUP);
-        }
+    // QUERY_RANGES: rows past the first range's end are the second range's. They have no probabilities; and without a
+    // left side they see all keys of the first range themselves, so that their NaN are in those sums anyway.
+    static constexpr bool ZEROES_QUERIES = cfg::VARLEN || (cfg::QUERY_RANGES && cfg::HAS_LEFT);
+    // Of Q and dO at once, so that a step has one branch. Both consumers write the same zeros, each before its own
+    // products.
+    __device__ __forceinline__ void zero_out_of_bounds_queries(int rows) {
+        if (rows >= BLOCK_M) return;
+        wait<DO_STAGES>(SMEM(do_full), steps_done);
+        zero_rows<QK_CHUNKS, BLOCK_M>(q_tile(), rows, threadIdx.x % WARPGROUP, WARPGROUP);
+        zero_rows<V_CHUNKS, BLOCK_M>(do_tile(), rows, threadIdx.x % WARPGROUP, WARPGROUP);
+        fence_proxy_async();
+        named_barrier_sync(WARPGROUP_BARRIER + number, WARPGROUP);
     }
     __device__ __forceinline__ void zero_out_of_bounds_keys() {
         if constexpr (cfg::VARLEN) {
