@@ -201,8 +201,8 @@ struct Consumer {
     template <int CHUNKS>
     __device__ __forceinline__ void zero_out_of_bounds_queries(u32 tile, const StepRecord& step) {
         if constexpr (cfg::VARLEN) {
+            if (!(step.flags & PAST_END)) return;
             const int rows = keys_record(base, tiles).queries - step.first;
-            if (rows >= BLOCK_M) return;
             // The other warpgroup writes the same zeros if it reads the tile, or waits for this one.
             zero_rows<CHUNKS, BLOCK_M>(tile, rows, threadIdx.x % WARPGROUP, WARPGROUP);
             fence_proxy_async();

@@ -74,7 +74,7 @@ struct DvConsumer : Consumer<0> {
             for (int i = 0; i < BLOCK_M / 2; ++i) s[i] = Score::scaled(p.score, s[i]);
             inverse = Score::inverse_cap(p.score);
         }
-        if (step.masked) {
+        if (step.flags & MASKED) {
             const ScorePosition at = position(step);
             mask_scores_transposed(s, at.mask, at.key, at.query);
         }

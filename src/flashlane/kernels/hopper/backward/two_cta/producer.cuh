@@ -118,8 +118,9 @@ struct RowsProducer {
         const u32 barrier = barrier_of(full, state.index);
         mbarrier_wait(barrier_of(empty, state.index), state.phase ^ 1);
         const KeysRecord keys = keys_record(base, tile);
-        const bool masked = keys_mask(p, keys).needs_mask(keys.first, KEYS, first, BLOCK_M);
-        store_shared(record_to + STEP_RECORD_BYTES * state.index, make_uint4(first, head, row_block, masked));
+        int flags = keys_mask(p, keys).needs_mask(keys.first, KEYS, first, BLOCK_M) ? MASKED : 0;
+        if (cfg::VARLEN && keys.queries < first + BLOCK_M) flags |= PAST_END;
+        store_shared(record_to + STEP_RECORD_BYTES * state.index, make_uint4(first, head, row_block, flags));
         mbarrier_expect_tx_before_copies(barrier, BYTES + STAT_BYTES);
         const u32 to = tiles_to + state.index * BYTES + rank * (HALF_ROWS * ROW_BYTES);
         const int row = steps_record(base, tile).q_first + first + rank * HALF_ROWS,
