@@ -2,6 +2,7 @@
 // flashlane.kernels.hopper.backward.launch mirrors Params.
 #pragma once
 #include "attention/block_list.cuh"
+#include "attention/out_of_bounds.cuh"
 #include "attention/score.cuh"
 #include "attention/score_program.cuh"
 #include "attention/tile_scheduler.cuh"
@@ -53,16 +54,3 @@ constexpr int MASK_UNITS = (BLOCK_M + UNIT - 1) / UNIT;  // of an m-block, with 
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_M % UNIT == 0 && !Program::HAS_MASK));
 // Whether a program or block lists take part in the probabilities, and not only score modifiers and a window.
 constexpr bool BY_PROGRAM = cfg::BLOCK_LISTS || Program::HAS_SCORE;
-
-// Zeroes the rows of a tile from `row` on: past the end of a packed sequence lie rows of another sequence,
-// or arbitrary bytes.
-template <int CHUNKS, int ROWS>
-__device__ __forceinline__ void zero_rows(u32 tile, int row, int thread, int threads) {
-    constexpr int VECTORS = ROW_BYTES / 16;               // of a row of a chunk
-#pragma unroll 1
-    for (int i = row * VECTORS + thread; i < ROWS * VECTORS; i += threads) {
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk)
-            store_shared(tile + chunk * (ROWS * ROW_BYTES) + i * 16, make_uint4(0, 0, 0, 0));
-    }
-}

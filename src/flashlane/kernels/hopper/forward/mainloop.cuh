@@ -133,10 +133,7 @@ struct Mainloop {
         if constexpr (OUT_OF_BOUNDS_ROWS) {
             if (v_rows < BLOCK_N) {
                 const u32 v = SHARED(base, kv) + K_BYTES + kv.index * STAGE_BYTES;
-                const int vectors = (BLOCK_N - v_rows) * (ROW_BYTES / 16);
-                for (int i = threadIdx.x % WARPGROUP; i < vectors * V_CHUNKS; i += WARPGROUP)
-                    store_shared(v + i / vectors * KV_CHUNK + v_rows * ROW_BYTES + i % vectors * 16,
-                                 make_uint4(0, 0, 0, 0));
+                zero_rows<V_CHUNKS, BLOCK_N>(v, v_rows, threadIdx.x % WARPGROUP, WARPGROUP);
                 fence_proxy_async();
                 named_barrier_sync(WARPGROUP_SYNC + rows.warpgroup, WARPGROUP);
                 v_rows = BLOCK_N;

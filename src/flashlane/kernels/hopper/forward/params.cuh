@@ -10,6 +10,7 @@
 #include "attention/arrivals.cuh"
 #include "attention/block_list.cuh"
 #include "attention/block_range.cuh"
+#include "attention/out_of_bounds.cuh"
 #include "attention/paged_kv.cuh"
 #include "attention/pipeline.cuh"
 #include "attention/score.cuh"
