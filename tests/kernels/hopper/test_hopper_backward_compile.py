@@ -123,6 +123,7 @@ def test_the_gradients_compile_as_the_schedule_needs(config_and_source: tuple[An
         # With a cap and slopes one value of the narrow heads' tile goes there and back.
         stores = constants["SOFTCAP"] and constants["ALIBI"] and config.head_dim == 64
         assert inside["STL"] <= stores and inside["LDL"] <= 1
+        assert not inside["F2I"], "a division by what the compiler does not know"
     if source.entry == ONE_CTA:
         atomics = config.dq == "register_atomics"
         assert ("UBLKRED" in counts) != atomics, "dQ is added by TMA"
