@@ -110,3 +110,21 @@ def test_paged_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, _ = flex_oracle.attention(q, k, v, SCORES["relative bias"], causal)
     torch.testing.assert_close(found, wanted)
     assert len(traced) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_captured_tensors_in_16_bits_are_sums_in_f32(dtype: torch.dtype) -> None:
+    """Of one gate a head, as in PyTorch's test_head_specific_gate: its own formula sums in 16 bits and is far off."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, H, 277, 16, dtype=dtype) for _ in range(4))
+    gate = torch.randn(H, dtype=dtype, requires_grad=True)
+    exact_gate = gate.detach().double().requires_grad_()
+
+    def score_mod(score: Any, b: Any, h: Any, m: Any, n: Any) -> Any:
+        return score * torch.sigmoid(gate[h].float())
+
+    found = torch.autograd.grad(flashlane.flex_attention(q, k, v, score_mod), gate, dout)[0]
+    scores = (q.double() @ k.double().mT) / 4 * exact_gate.sigmoid()[:, None, None]
+    exact = torch.autograd.grad(scores.softmax(-1) @ v.double(), exact_gate, dout.double())[0]
+    error = ((found.double() - exact).norm() / exact.norm()).item()
+    assert error < 2 * torch.finfo(dtype).eps
