@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/scripts/flex_compile.py --out flex_compile.json
 
-The cells are scores and masks of ``flex_speed.py``. Each kernel of a call is compiled anew, in an empty folder, one
+The cells are scores and masks of ``flex_speed.py``. Each kernel of a call is compiled again, in an empty folder, one
 after another; a call compiles them in threads, so that the longest one is what a user waits for. Times are of the
 process, so that other work on the machine does not count.
 """
