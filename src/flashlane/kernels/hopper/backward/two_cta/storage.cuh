@@ -63,7 +63,7 @@ struct TileRecordOf<true> {
     SplitRecord split;
 };
 using TileRecord = TileRecordOf<cfg::SPLIT_Q>;
-enum StepFlags { MASKED = 1, PAST_END = 2 };              // the mask hides some pair; a packed sequence ends in the step
+enum StepFlags { MASKED = 1, PAST_END = 2 };              // some pair is hidden; a packed sequence ends in the step
 struct StepRecord {
     int first, head, row_block;                           // first query of the m-block; where its statistics are
     int flags;                                            // StepFlags
