@@ -35,6 +35,9 @@ def test_outcomes_are_counted_by_function_and_reason(script: ModuleType) -> None
     assert (found["passed"], found["skipped"], found["failed"]) == (1, 2, 1)
     assert found["functions"] == {"test_a": {"passed": 1, "failed": 1}, "test_b": {"skipped": 2}}
     assert found["skips"] == {"no splits": 2} and found["failures"] == {"m.py::test_a[2-True]": "assert 1 == 2"}
+    text = "some/where/m.py:3: in test_a\n    f()\nE   ValueError: no\nE     such thing\n"
+    failed = {"case": "m.py::test_a[3]", "outcome": "failed", "why": text}
+    assert script.summary([failed])["failures"] == {"m.py::test_a[3]": "ValueError: no such thing"}, "no paths"
 
 
 def test_a_module_leaves_a_line_for_every_case(
@@ -48,6 +51,16 @@ def test_a_module_leaves_a_line_for_every_case(
     row = script.run("4", given, tmp_path / "cases.jsonl", 300.0)
     assert (row["passed"], row["failed"], row["skipped"], row["ended_early"]) == (1, 1, 0, False)
     assert "assert 1 == 2" in row["failures"]["test_some.py::test_two"]
+
+
+def test_the_third_module_leaves_out_windows(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "test_some.py"
+    module.write_text("import os\ndef test_one(): assert os.environ['FLASH_ATTENTION_DISABLE_LOCAL'] == 'TRUE'\n")
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    monkeypatch.setattr(script, "command", lambda *given: [*words, "-p", script.__name__, str(module)])
+    given = argparse.Namespace(repository=tmp_path, sample=1, seed=0)
+    row = script.run("3", given, tmp_path / "cases.jsonl", 300.0)
+    assert row["passed"] == 1 and row["variables"] == {"FLASH_ATTENTION_DISABLE_LOCAL": "TRUE"}
 
 
 def test_a_module_is_ended_when_its_time_is_over(

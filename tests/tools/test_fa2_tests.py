@@ -43,6 +43,10 @@ def test_others():
         flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table)
 
 
+def test_flash3_bw_compatibility():
+    assert torch.ops.flash_attn_3.fwd.default
+
+
 def test_that_fails():
     assert flash_attn_func is None
 """
@@ -75,7 +79,7 @@ def test_a_sample_of_a_module_runs(module: Path, options: tuple[str, ...]) -> No
         for line in output.splitlines()
         if "PASSED" in line and "test_func[" in line
     ]
-    assert rc == 1 and "7 passed" in output and "1 failed" in output, output
+    assert rc == 1 and "7 passed, 1 skipped" in output.replace("1 failed, ", "") and "1 failed" in output, output
     assert len(set(cases)) == 6
 
 
