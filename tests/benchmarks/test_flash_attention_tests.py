@@ -53,7 +53,9 @@ def test_a_module_leaves_a_line_for_every_case(
     assert "assert 1 == 2" in row["failures"]["test_some.py::test_two"]
 
 
-def test_the_third_module_leaves_out_windows(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_third_module_leaves_out_windows(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = tmp_path / "test_some.py"
     module.write_text("import os\ndef test_one(): assert os.environ['FLASH_ATTENTION_DISABLE_LOCAL'] == 'TRUE'\n")
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"]
