@@ -24,8 +24,8 @@ And half an eps of it always, which is the rounding of the gradient itself: of f
 well. The peers' tests add up to twice as much (FlashAttention, hopper/test_flash_attn.py: twice what a gradient loses
 when 0.3 is added and taken away).
 
-In f32 an eps also of what delta adds up, in all rows that share a number of a bias: where one key is kept, dP and
-delta cancel, without an error in the formula's softmax, and dropout has made both 1/(1−p) as large."""
+In f32 an eps also of what delta adds up: where one key is kept, dP and delta cancel, without an error in the formula's
+softmax, and dropout has made both 1/(1−p) as large."""
 SLACK = 3.0
 """Times the error of the formula in the problem's dtype, as the peers' tests have it."""
 Backward = Callable[
@@ -88,39 +88,16 @@ def backward_inputs(
         else:
             low = cast(inputs, problem.dtype, grad=True)
             rough, of = gradients(low, *reference_attention(problem, low, problem.dtype), do, pushed), exact
-    added = (rounded.double() * do.double()).abs().sum(-1)
-    terms = largest(added)
+    terms = largest((rounded.double() * do.double()).abs().sum(-1))
     reach = {"q": problem.scale * largest(inputs.k), "k": problem.scale * largest(inputs.q), "v": 0.0}
     allowed = {}
     for name, grad in right.items():
         big, eps = largest(grad), torch.finfo(problem.dtype).eps
         floor = max(FLOORS[problem.dtype] * max(1.0, big), eps / 2 * big)
         if problem.dtype == F32:
-            is_bias = name == "bias" and inputs.bias is not None
-            of_delta = shared_rows(added, inputs.bias) if is_bias else terms * reach.get(name, 1.0)
-            floor = max(floor, eps * of_delta)
+            floor = max(floor, eps * terms * reach.get(name, 1.0))
         allowed[name] = slack * largest(rough[name].double() - of[name]) + floor
     return BackwardInputs(rounded, lse.detach().float(), do, dlse, right, allowed)
-
-
-def shared_rows(added: torch.Tensor, bias: torch.Tensor) -> float:
-    """What delta adds up in the rows that share a number of a bias, at most.
-
-    Each row's delta is rounded by itself, so that errors add up as the root of the sum of their squares.
-
-    Args:
-        added: what the delta of each row adds up, ``(b, rows, h)`` or, of packed sequences, ``(rows, h)``.
-        bias: ``(b, h, rows, keys)``, with 1 where it is broadcast.
-    """
-    batch, heads, rows, _ = bias.shape
-    squares = added.square()
-    if heads == 1:
-        squares = squares.sum(-1, keepdim=True)
-    if rows == 1 or (batch == 1 and added.dim() == 2):
-        squares = squares.sum(-2, keepdim=True)
-    if batch == 1 and added.dim() == 3:
-        squares = squares.sum(0)
-    return math.sqrt(largest(squares))
 
 
 def largest(t: torch.Tensor) -> float:
