@@ -15,6 +15,7 @@ from flashlane.distributed.key_parts import KeysOfRank, keys_of_rank
 from flashlane.distributed.layout import rows_of, token_indices
 from flashlane.distributed.plan import Division, gather_calls, gather_plan
 from flashlane.kernels.hopper.backward.kernel import KERNEL, config_of_rank
+from flashlane.kernels.hopper.backward.launch import COUNTERS
 from flashlane.kernels.hopper.backward.parts import COUNTERS_OF_A_PART, BackwardParts
 from flashlane.reference.naive import reference_attention
 
@@ -39,6 +40,8 @@ def test_launches_share_row_statistics_and_sums() -> None:
     assert len({tuple(each.workspace.offsets.items()) for each in parts.prepared}) == 1
     assert [each.schedule.gradients[0].sizes["blocks"] for each in parts.prepared] == [4, 11, 4]
     assert parts.words == parts.counters + 3 * COUNTERS_OF_A_PART
+    # The preprocess kernel zeroes the counters of all parts, and no word behind the memory of the call.
+    assert parts.counters + COUNTERS + parts.further_counters == parts.words
     assert not config.split_q and config.f32_dkdv and config.postprocess == "own_launch"
 
 

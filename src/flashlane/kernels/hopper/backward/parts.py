@@ -19,6 +19,7 @@ from flashlane.core.ranges import KeyPart
 from flashlane.jit import launch
 from flashlane.jit.launch_pool import LaunchPlan
 from flashlane.kernels.hopper.backward.launch import (
+    COUNTERS,
     KINDS_KEPT,
     MAPPED_ARGUMENTS,
     PART_WORDS,
@@ -70,6 +71,8 @@ class BackwardParts:
             raise AssertionError(f"the launches share {', '.join(workspace.offsets)}")
         self.counters = workspace.offsets["counters"]
         self.words = self.counters + COUNTERS_OF_A_PART * len(parts)
+        self.further_counters = self.words - self.counters - COUNTERS
+        """What the preprocess kernel sets to 0 behind the counters of one launch: up to the end of the memory."""
         self.offsets = tuple(4 * workspace.offsets[name] for name in STATISTICS)
         self.around: dict[Kind, tuple[LaunchPlan, LaunchPlan]] = {}
         """The preprocess and the postprocess kernel, by the strides of what they read and write."""
@@ -99,7 +102,7 @@ class BackwardParts:
         found = self.around.get(kind)
         if found is None:
             before, *_, after = self.prepared[0].launches(tensors)
-            before.params.split_arrivals = COUNTERS_OF_A_PART * len(self.prepared)  # counters that it sets to 0
+            before.params.split_arrivals = self.further_counters
             after = replace(after, overlapped=False)
             found = LaunchPlan(lambda: (before,)), LaunchPlan(lambda: (after,))
             self.around = {**self.around, kind: found} if len(self.around) < KINDS_KEPT else {kind: found}

@@ -96,7 +96,7 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
         zeros = zeros_of(problem, tile.block_n, section, SMS, own_tiles=True)
         worth = zeros_are_worth_it(problem, zeros, tile.block_m, tile.block_n, 1)
         tile = replace(tile, in_kernel_zeros=worth)
-    # Of 52 problems those with these tiles were faster, and others slower (notebook 0026).
+    # Of 52 problems those with these tiles were faster, and others slower (notebook 0027).
     few_queries = wide and tile.block_m == 64 and tile.k_stages > 1 and tile.ping_pong == "until_issued"
     tile = replace(tile, skips_hidden=few_queries and masked and not (problem.varlen or problem.deterministic))
     return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1).specialised(problem)
