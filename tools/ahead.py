@@ -7,7 +7,8 @@ There, before the first run (the cache is keyed by sources and the compiler's ve
 
     mkdir -p CACHE/flashlane && tar xf cubins.tar.xz -C CACHE/flashlane && export XDG_CACHE_HOME=CACHE
 
-Parts: ``hopper`` forward and backward benchmarks; ``tests`` their GPU tests; ``mma`` its targets; ``baseline`` its
+Parts: ``hopper`` forward and backward benchmarks; ``tests`` their GPU tests; ``ranks`` those of several ranks, whose
+kernels processes of their own compile; ``mma`` its targets; ``baseline`` its
 logs; ``decode`` its cells; ``sanitize`` both builds that sanitize.py runs; ``auto`` everything that ``auto`` is checked
 against, which takes longest. ``--drawn`` names lists of drawn.py, KIND:DIRECTION:SEED:COUNT, with candidates too
 where ``:candidates`` follows. Exit status 1 when something did not compile.
@@ -94,6 +95,15 @@ def tests() -> Iterator[KernelSource]:
         yield case.config(case.build(torch.device("cpu"))[0].on(ARCH)).source()
 
 
+def ranks() -> Iterator[KernelSource]:
+    import rank_kernels
+    import ranks_on_one_gpu
+
+    yield from rank_kernels.sources_of_job(2, "check_and_repeat", rank_kernels.TOKENS, 0)
+    ranks_on_one_gpu.HERE = torch.device("cpu")
+    yield from ranks_on_one_gpu.sources()
+
+
 def mma() -> Iterator[KernelSource]:
     import mma_targets
 
@@ -145,7 +155,7 @@ def drawn(text: str) -> Iterator[KernelSource]:
 
 
 PARTS: dict[str, Callable[[], Iterator[KernelSource]]] = {
-    part.__name__: part for part in (hopper, tests, mma, baseline, decode, sanitize, auto)
+    part.__name__: part for part in (hopper, tests, ranks, mma, baseline, decode, sanitize, auto)
 }
 
 

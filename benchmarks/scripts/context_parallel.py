@@ -20,6 +20,7 @@ can run under compute-sanitizer; it only checks.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import random
@@ -41,17 +42,19 @@ from flashlane.bench.measure.ranks import (
     SharedProblem,
     join_ranks,
     milliseconds,
+    note,
     on_ranks,
     problem_fields,
     time_methods,
 )
 from flashlane.bench.measure.results import write_atomically
-from flashlane.core.problem import CallOptions
+from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
 from flashlane.distributed import key_parts, launches, token_indices
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Ranks, start
 from flashlane.distributed.gather import Gathering, Task
 from flashlane.distributed.plan import Division
+from flashlane.reference.naive import reference_attention
 
 SWITCHES: dict[str, tuple[Any, str]] = {"two-ranges": (launches, "TWO_RANGES")}
 """What ``--switches`` turns on, by its name."""
@@ -61,16 +64,18 @@ SLOW_SECONDS = 300
 """The timeout of a group of which a rank runs under the sanitizer."""
 COPIES = "allgather by copies"
 GROUPS = "allgather by copies, 2 KV heads first"
+PARTS_OF_KEYS = "allgather by copies, backward in parts"
+"""By copies, where a backward that can be in parts of its keys is in parts, however little it has to compute."""
 HOW: dict[str, dict[str, Any]] = {
     "allgather": {"method": "allgather"},
     COPIES: {"method": "allgather", "transport": "copies"},
     GROUPS: {"method": "allgather", "transport": "copies", "heads_k_stride": (2, 1 << 20)},
+    PARTS_OF_KEYS: {"method": "allgather", "transport": "copies"},
     "ring": {"method": "ring"},
     "ulysses": {"method": "ulysses"},
 }
-PARTS_OF_KEYS = f"{COPIES}, not deterministic"
 TRANSPORTS = ("allgather", COPIES, GROUPS)
-METHODS = ("allgather", COPIES, "ring", "ulysses")
+METHODS = ("allgather", COPIES, PARTS_OF_KEYS, "ring", "ulysses")
 LAYOUTS = ("zigzag", "contiguous", "striped")
 
 
@@ -103,9 +108,14 @@ SMALL = {
 """Problems of a rehearsal, by the names of those that they stand for."""
 
 
+def is_rehearsal(device: torch.device) -> bool:
+    """Whether problems are small and in f32, as ranks are processes on a CPU."""
+    return device.type == "cpu"
+
+
 def problem_of(name: str, device: torch.device) -> SharedProblem:
     """The problem of a name, small on a CPU."""
-    return (SMALL if device.type == "cpu" else PROBLEMS)[name]
+    return (SMALL if is_rehearsal(device) else PROBLEMS)[name]
 
 
 def check(
@@ -120,7 +130,7 @@ def check(
     On a CPU they are in f32, with an error of 1e-5.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    small = {"head_dim": 16, "dtype": "float32"} if device.type == "cpu" else {}
+    small = {"head_dim": 16, "dtype": "float32"} if is_rehearsal(device) else {}
     least = 1e-5 if small else 1e-3
     rows = []
     for documents, (heads, kv_heads) in itertools.product(((), (tokens, 0, 1, 2 * tokens, 37)), all_heads):
@@ -132,9 +142,11 @@ def check(
         for method, layout in itertools.product(kinds, layouts):
             asked = HOW[method]
             case = {"documents": list(documents), "heads": [heads, kv_heads], "method": method, "layout": layout}
+            note(f"check of {case}")
             call = problem.shared(device, layout=layout, **asked)
-            call.both()  # the second call is made with what is kept of the first
-            results = call.both()
+            with small_parts(method):
+                call.both()  # the second call is made with what is kept of the first
+                results = call.both()
             lengths = documents or (total,)
             indices = token_indices(
                 cu_seqlens=[0, *itertools.accumulate(lengths)], layout=layout, rank=rank, world_size=size
@@ -151,32 +163,50 @@ def check(
     return rows
 
 
+def small_parts(method: str) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the calls of :data:`PARTS_OF_KEYS` are in parts, however small they are."""
+    wanted = method == PARTS_OF_KEYS
+    return mock.patch.object(key_parts, "FEWEST_QUERIES", 0) if wanted else contextlib.nullcontext()
+
+
 def exact(problem: SharedProblem, size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Output and gradients of one process in f32."""
-    wide = problem.on_one(size, device, kernel="reference")
-    qkv = tuple(t.float() for t in wide.qkv)
-    return Measured(qkv, wide.do.float(), wide.forward_of).both()
+    """Output and gradients of one process in f32, by the formula and torch's autograd: nothing is compiled."""
+    *qkv, do = (t.float() for t in problem.tensors(size, device))
+    qkv = [t.requires_grad_() for t in qkv]
+    packed: dict[str, Any] = {}
+    if problem.documents:
+        cu, longest = torch.tensor(problem.cu_seqlens, dtype=torch.int32, device=device), max(problem.documents)
+        packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    inputs = Inputs(*qkv, **packed)
+    asked = AttentionProblem.from_inputs(inputs, scale=problem.head_dim**-0.5, causal=True)
+    out, _ = reference_attention(asked, inputs)
+    return out.detach(), *torch.autograd.grad(out, qkv, do)
 
 
 def quick(device: torch.device) -> list[dict[str, Any]]:
     """The transports in the layout that is timed."""
-    return check(device, tokens_of(device), TRANSPORTS, ("zigzag",), ((8, 4),))
+    return check(device, tokens_of(device), (*TRANSPORTS, PARTS_OF_KEYS), ("zigzag",), ((8, 4),))
+
+
+def check_and_repeat(device: torch.device, tokens: int, count: int) -> dict[str, Any]:
+    """Both in one group, as the test on two GPUs wants them."""
+    return {"check": check(device, tokens), "repeats": repeats(device, count)}
 
 
 def every(device: torch.device) -> list[dict[str, Any]]:
     """All methods and layouts, on a CPU with one number of heads."""
-    heads = ((8, 2),) if device.type == "cpu" else ((8, 2), (4, 4))
+    heads = ((8, 2),) if is_rehearsal(device) else ((8, 2), (4, 4))
     return check(device, tokens_of(device), all_heads=heads)
 
 
 def rounds_on(device: torch.device) -> int:
     """Rounds in which each call is timed."""
-    return 1 if device.type == "cpu" else measure_ranks.ROUNDS
+    return 1 if is_rehearsal(device) else measure_ranks.ROUNDS
 
 
 def tokens_of(device: torch.device) -> int:
     """Tokens of a rank that are checked."""
-    return 19 if device.type == "cpu" else 1001
+    return 19 if is_rehearsal(device) else 1001
 
 
 def repeats(device: torch.device, count: int, methods: tuple[str, ...] = METHODS) -> dict[str, Any]:
@@ -185,16 +215,17 @@ def repeats(device: torch.device, count: int, methods: tuple[str, ...] = METHODS
     A backward in parts adds to dQ in any order; its dK and dV are compared.
     """
     of_problems = {}
-    for method in (*methods, PARTS_OF_KEYS):
-        tokens = 32 if device.type == "cpu" else 1024
-        dtype = "float32" if device.type == "cpu" else "bfloat16"
-        asked = HOW[COPIES] if method == PARTS_OF_KEYS else {**HOW[method], "deterministic": True}
-        compared = (0, 2, 3) if method == PARTS_OF_KEYS else (0, 1, 2, 3)
-        call = SharedProblem(tokens, 8, 4, dtype=dtype).shared(device, **asked)
+    for method in methods:
+        tokens = 32 if is_rehearsal(device) else 1024
+        dtype = "float32" if is_rehearsal(device) else "bfloat16"
+        in_parts = method == PARTS_OF_KEYS
+        compared = (0, 2, 3) if in_parts else (0, 1, 2, 3)
+        call = SharedProblem(tokens, 8, 4, dtype=dtype).shared(device, deterministic=not in_parts, **HOW[method])
         other = torch.zeros(1, device=device)
-        with mock.patch.object(key_parts, "FEWEST_QUERIES", 0):
+        note(f"repeats of {method}")
+        with small_parts(method):
             first = call.both()
-            for _ in range(count if method in TRANSPORTS else count // 5):
+            for _ in range(count // 5 if method in ("ring", "ulysses") else count):
                 again = call.both()
                 other += ~torch.stack([(first[i] == again[i]).all() for i in compared]).all()
         dist.all_reduce(other)
@@ -337,7 +368,7 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     """The parts, on every rank."""
     body: dict[str, Any] = {"format": FORMAT, "environment": environment(device), "ranks": dist.get_world_size()}
     began, measurements = time.monotonic(), options["do"]
-    if device.type == "cpu":
+    if is_rehearsal(device):
         measure_ranks.ROUND_MS = 0.0  # two calls a round
         measurements = [name for name in measurements if name not in ON_GPUS]
     for name in options["switches"]:
@@ -350,6 +381,7 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         if late:
             body.setdefault("skipped", []).append(name)
             return {"skipped": "no time left"}
+        note(name)
         try:
             result = run(device, *arguments)
         except Exception:
@@ -367,7 +399,7 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         "check": [(quick,)],
         "speed": [(speed, name) for name in PROBLEMS],
         "parts": [(parts, "8k")],
-        "repeats": [(repeats, options["repeats"], TRANSPORTS)],
+        "repeats": [(repeats, options["repeats"], (*TRANSPORTS, PARTS_OF_KEYS))],
         "captured": [(captured, "8k")],
         "peers": [(peers, name, True) for name in PROBLEMS],
         "check_all": [(every,)],

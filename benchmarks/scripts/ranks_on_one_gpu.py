@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +35,6 @@ import torch.multiprocessing as processes
 from gpu_run import run_parts
 
 import flashlane
-from flashlane import jit
 from flashlane.core.problem import AttentionProblem, CallOptions
 from flashlane.distributed import copies, functional, peer_memory, streams
 from flashlane.distributed.allgather import GatherAttention
@@ -50,7 +48,7 @@ from flashlane.distributed.peer_memory import FLAG_BYTES, GpuMemory
 from flashlane.distributed.plan import Division, gather_calls
 from flashlane.distributed.polled import ChunkGathering, come_in_chunks, polled_launch
 from flashlane.distributed.ranged import blocks_of_all, ranges_of, window_of
-from flashlane.inspect.prebuild import sources_of
+from flashlane.inspect.prebuild import compile_all, sources_of
 from flashlane.jit import KernelSource, launch
 from flashlane.kernels.hopper.backward.kernel import config_of_rank
 from flashlane.kernels.hopper.forward.kernel import KERNEL
@@ -319,13 +317,16 @@ def kernels_of(problem: Problem) -> Iterator[KernelSource]:
         yield replace(KERNEL.config(polled), ranges=True, arrivals=True).source()
 
 
+def sources(names: Iterable[str] = PROBLEMS) -> list[KernelSource]:
+    """What problems of these names run, and those of two processes."""
+    problems = [PROBLEMS[name]() for name in names] + [Problem(2, SHARED_TOKENS)]
+    return list(dict.fromkeys(source for problem in problems for source in kernels_of(problem)))
+
+
 def compile_ahead(names: Iterable[str] = PROBLEMS) -> dict[str, Any]:
     """The kernels of all problems at once."""
-    problems = [PROBLEMS[name]() for name in names] + [Problem(2, SHARED_TOKENS)]
-    sources = list(dict.fromkeys(source for problem in problems for source in kernels_of(problem)))
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda source: jit.compile(source, "sm_90a"), sources))
-    return {"kernels": len(sources)}
+    built = compile_all((source, "sm_90a") for source in sources(names))
+    return {"kernels": len(built.compiled), "compiled now": built.fresh, "ok": not built.wrong, "wrong": built.wrong}
 
 
 def in_one_process(name: str, steps: int = 6) -> dict[str, Any]:

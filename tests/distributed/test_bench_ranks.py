@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from rank_pool import RankPool
 from typer.testing import CliRunner
 
+from flashlane.bench.measure import ranks as measure_ranks
 from flashlane.bench.measure.ranks import SharedProblem, default_methods, group_sizes
 from flashlane.bench.measure.scaling import Links, Workload, checked, modelled_rows
 from flashlane.bench.suites.sharded_step import SharedStep, StepProblem, WholeStep
@@ -16,6 +21,36 @@ from flashlane.cli.main import _of_ranks, app
 
 WORK = Workload(8192, 32, 8, 128, ranks_measured=2, forward_ms=3.0, both_ms=12.0)
 FAST = Links(inside_gbs=1e9, latency_us=0.0, across_gbs=1e9)
+
+
+def test_ranks_that_take_too_long_are_ended_with_what_they_were_doing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The notes of two ranks, and the stacks that the second one had time to write."""
+    ended: list[int] = []
+    folders: list[str] = []
+
+    def spawn(work: Any, arguments: tuple[Any, ...], nprocs: int, join: bool) -> SimpleNamespace:
+        size, folder, *_ = arguments
+        folders.append(folder)
+        for rank in range(size):
+            monkeypatch.setattr(measure_ranks, "_notes", {"file": Path(folder, f"note_{rank}"), "began": 0.0})
+            measure_ranks.note(f"part {rank}")
+        Path(folder, "stack_1").write_text("line 7 in wait")
+        return SimpleNamespace(
+            join=lambda timeout: False, processes=[SimpleNamespace(kill=lambda: ended.append(1))] * nprocs
+        )
+
+    monkeypatch.setattr(measure_ranks.processes, "spawn", spawn)
+    monkeypatch.setattr(measure_ranks, "SECONDS_FOR_STACKS", 0.0)
+    with pytest.raises(TimeoutError) as error:
+        measure_ranks.on_ranks(2, "gloo", print, seconds=0.0)
+    text = str(error.value)
+    assert "2 ranks took longer than 0 s" in text and ended == [1, 1]
+    assert re.search(
+        r"rank 0: part 0 since [\d.]+ s, \d+ kernels compiled in [\d.]+ s\nnothing yet\nrank 1: part 1", text
+    )
+    assert text.endswith("line 7 in wait") and not Path(folders[0]).exists()
 
 
 def test_without_a_cost_of_links_all_ranks_are_ideal() -> None:

@@ -32,6 +32,15 @@ def test_every_part_has_kernels_and_the_first_that_needs_one_counts(ahead: Modul
     assert set(ahead.collected(("baseline", "mma"))) <= set(found)
 
 
+def test_kernels_of_ranks_are_found_by_their_calls(ahead: ModuleType) -> None:
+    """Of tests whose ranks are processes of their own, one of them on two GPUs."""
+    found = ahead.collected(("ranks",))
+    traits = [dict(source.constants) for source in found if source.entry == "hopper_forward"]
+    for trait in ("RANGES", "ARRIVALS", "SPLIT"):
+        assert {each[trait] for each in traits} == {False, True}, trait
+    assert {"hopper_backward", "hopper_backward_postprocess", "decode_attention"} <= {each.entry for each in found}
+
+
 def test_what_a_benchmark_runs_is_among_them(ahead: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tensors or without, a problem has the same configuration."""
     sources = ahead.collected(("hopper",))

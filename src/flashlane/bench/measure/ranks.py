@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -23,6 +25,7 @@ from flashlane.core.arch import DTYPE_NAMES
 from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func, shard_sequence
 from flashlane.distributed.comm import Ranks, start
 from flashlane.distributed.functional import head_bounds
+from flashlane.jit import compiler
 
 GROUP_SECONDS = 60
 """The timeout of the group's operations."""
@@ -223,6 +226,8 @@ def join_ranks(rank: int, size: int, folder: str, backend: str, job: Callable[..
 
     The ranks meet through a file in ``folder``. The other arguments are those of :func:`on_ranks`.
     """
+    _notes.update(file=Path(folder, f"note_{rank}"), began=time.monotonic())
+    note("joining the group")
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
@@ -243,26 +248,66 @@ def join_ranks(rank: int, size: int, folder: str, backend: str, job: Callable[..
     return found
 
 
-def _work(rank: int, size: int, folder: str, backend: str, job: Callable[..., Any], arguments: Sequence[Any]) -> None:
+_notes: dict[str, Any] = {}
+"""Of this process, where it is a rank: the file of its last note, and when it began."""
+
+
+def note(what: str) -> None:
+    """Note what this rank begins to do, for the error of :func:`on_ranks` if its time ends meanwhile."""
+    if _notes:
+        seconds, (kernels, compiling) = time.monotonic() - _notes["began"], compiler.work_done()
+        _notes["file"].write_text(f"{what} since {seconds:.1f} s, {kernels} kernels compiled in {compiling:.1f} s")
+
+
+def _work(
+    rank: int, size: int, folder: str, backend: str, job: Callable[..., Any], arguments: Sequence[Any],
+    stop: float | None,
+) -> None:  # fmt: skip
+    if stop is not None:
+        stacks = os.open(Path(folder, f"stack_{rank}"), os.O_WRONLY | os.O_CREAT)
+        faulthandler.dump_traceback_later(max(0.1, stop - time.monotonic()), file=stacks)
     found = join_ranks(rank, size, folder, backend, job, *arguments)
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(found))
 
 
-def on_ranks(size: int, backend: str, job: Callable[..., Any], *arguments: Any) -> Any:
+SECONDS_FOR_STACKS = 3.0
+"""After the seconds of :func:`on_ranks`, so that each rank has written where it is."""
+
+
+def on_ranks(size: int, backend: str, job: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
     """Run a module's function in ``size`` processes of one group, and return rank 0's result as JSON holds it.
 
     Args:
         size: the number of processes, each with a GPU of its own where the backend is "nccl".
         backend: "nccl" or "gloo".
         job: called with the rank's device and the arguments.
+        seconds: after them all ranks are ended, or None to wait as long as they take.
 
     Raises:
         ProcessRaisedException: a rank raised; the others are ended.
+        TimeoutError: the ranks took longer than ``seconds``; the message has the last :func:`note` of each and where
+            in the code it is.
     """
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(_work, (size, folder, backend, job, arguments), nprocs=size)
+        stop = None if seconds is None else time.monotonic() + seconds
+        context = processes.spawn(_work, (size, folder, backend, job, arguments, stop), nprocs=size, join=False)
+        while not context.join(None if stop is None else 1.0):
+            if stop is not None and time.monotonic() > stop + SECONDS_FOR_STACKS:
+                for each in context.processes:
+                    each.kill()
+                raise TimeoutError(f"{size} ranks took longer than {seconds:g} s\n" + _where_ranks_are(size, folder))
         return json.loads(Path(folder, "result.json").read_text())
+
+
+def _where_ranks_are(size: int, folder: str) -> str:
+    """The last note of each rank, and its stacks."""
+    lines = []
+    for rank in range(size):
+        files = Path(folder, f"note_{rank}"), Path(folder, f"stack_{rank}")
+        last, stack = (file.read_text() if file.exists() else "nothing yet" for file in files)
+        lines += [f"rank {rank}: {last}", stack[-4000:]]
+    return "\n".join(lines)
 
 
 def problem_fields(problem: SharedProblem, ranks: int) -> dict[str, Any]:
