@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import context_parallel_cases as cases
 import numpy
@@ -47,6 +49,18 @@ def differences(pool: RankPool, case: Case, ranks: int) -> dict[str, float]:
     return {name: value for name, value in worst.items() if not value <= TOLERANCE * sizes[name]}
 
 
+def all_wrong(
+    pool: RankPool, variants: Iterable[dict[str, Any]], more: Callable[[int], dict[str, Any]]
+) -> dict[str, Any]:
+    """The differences of cases that have some, on 2, 3 and 4 ranks in turn; ``more`` gives a number's other fields."""
+    wrong = {}
+    for number, variant in enumerate(variants):
+        ranks, case = 2 + number % 3, Case(**variant, **more(number))
+        if found := differences(pool, case, ranks):
+            wrong[f"{ranks} ranks, {case}"] = found
+    return wrong
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses", "usp"])
@@ -66,13 +80,17 @@ def test_same_as_one_process(pool: RankPool, method: str, layout: str) -> None:
 @pytest.mark.parametrize("transport", ["messages", "copies"])
 def test_a_second_step(pool: RankPool, transport: str) -> None:
     """What is kept of a call serves the next one, with other values; here nobody reads the LSE."""
-    wrong = {}
-    for number, variant in enumerate((*VARIANTS, {"kv_heads": 4, "lengths": (61,)})):
-        case = Case(**variant, transport=transport, reads_lse=False, again=True)
-        case = dataclasses.replace(case, heads_k_stride=1 if number % 3 == 1 else None, layout=LAYOUTS[number % 5 % 3])
-        if found := differences(pool, case, 2 + number % 3):
-            wrong[f"{2 + number % 3} ranks, {case}"] = found
-    assert not wrong
+    assert not all_wrong(
+        pool,
+        (*VARIANTS, {"kv_heads": 4, "lengths": (61,)}),
+        lambda number: {
+            "transport": transport,
+            "reads_lse": False,
+            "again": True,
+            "heads_k_stride": 1 if number % 3 == 1 else None,
+            "layout": LAYOUTS[number % 5 % 3],
+        },
+    )
 
 
 @pytest.mark.slow
@@ -124,43 +142,32 @@ def test_keys_by_heads_at_a_time(pool: RankPool) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_into_the_other_ranks_memory(pool: RankPool, layout: str) -> None:
     """The places and the flags of the exchanges, which a GPU's streams use in the same way, in a shared file."""
-    wrong = {}
-    for number, variant in enumerate((*VARIANTS, *VARIANTS[:6])):
-        case = Case(**variant, layout=layout, transport="copies", heads_k_stride=(1, 2) if number % 2 else None)
-        if found := differences(pool, case, 2 + number % 3):
-            wrong[f"{2 + number % 3} ranks, {case}"] = found
-    assert not wrong
+    assert not all_wrong(
+        pool, (*VARIANTS, *VARIANTS[:6]),
+        lambda number: {"layout": layout, "transport": "copies", "heads_k_stride": (1, 2) if number % 2 else None},
+    )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_keys_that_come_in_chunks_while_a_kernel_polls_their_flags(pool: RankPool, layout: str) -> None:
     """The protocol of the GPU's forward with a kernel of the reference that reads block by block, in a second step."""
-    wrong = {}
-    for number, variant in enumerate((*VARIANTS, {"kv_heads": 4, "lengths": (61,)}, {"lengths": (200,)})):
-        ranks = 2 + number % 3
-        case = Case(
-            **variant, layout=layout, transport="copies", polled=True, again=number % 2 == 0, reads_lse=number % 3 > 0
-        )
-        if found := differences(pool, case, ranks):
-            wrong[f"{ranks} ranks, {case}"] = found
-    assert not wrong
+    assert not all_wrong(
+        pool, (*VARIANTS, {"kv_heads": 4, "lengths": (61,)}, {"lengths": (200,)}),
+        lambda number: {"layout": layout, "transport": "copies", "polled": True, "again": number % 2 == 0,
+                        "reads_lse": number % 3 > 0},
+    )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["messages", "copies"])
 def test_a_backward_of_two_chunks_in_one_launch(pool: RankPool, transport: str) -> None:
-    wrong = {}
     more = {"lengths": (61,), "window": (30, 0)}, {"lengths": (200,)}, {"causal": False, "window": (9, 4)}
-    for number, variant in enumerate((*VARIANTS, *more)):
-        ranks = 2 + number % 3
-        case = Case(
-            **variant, transport=transport, shared=True, again=number % 2 == 0, reads_lse=False,
-            heads_k_stride=1 if number % 3 == 1 else None,
-        )  # fmt: skip
-        if found := differences(pool, case, ranks):
-            wrong[f"{ranks} ranks, {case}"] = found
-    assert not wrong
+    assert not all_wrong(
+        pool, (*VARIANTS, *more),
+        lambda number: {"transport": transport, "shared": True, "again": number % 2 == 0, "reads_lse": False,
+                        "heads_k_stride": 1 if number % 3 == 1 else None},
+    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -177,21 +184,17 @@ def test_all_ranks_but_the_last_have_two_chunks_in_it(pool: RankPool) -> None:
 @pytest.mark.parametrize("polled", [False, True])
 def test_a_backward_in_parts_of_its_keys(pool: RankPool, polled: bool) -> None:
     """Lengths that the ranks do not divide, too; what has no parts has the launches that it had."""
-    wrong = {}
     more = (
         {"lengths": (61,), "kv_heads": 4},
         {"lengths": (200,)},
         {"lengths": (40,), "layout": "contiguous"},
         {"lengths": (21, 0, 40, 9)},
     )
-    for number, variant in enumerate((*VARIANTS, *more)):
-        ranks = 2 + number % 3
-        case = Case(
-            **variant, transport="copies", polled=polled, parted=True, again=number % 2 == 0, reads_lse=number % 5 == 0
-        )
-        if found := differences(pool, case, ranks):
-            wrong[f"{ranks} ranks, {case}"] = found
-    assert not wrong
+    assert not all_wrong(
+        pool, (*VARIANTS, *more),
+        lambda number: {"transport": "copies", "polled": polled, "parted": True, "again": number % 2 == 0,
+                        "reads_lse": number % 5 == 0},
+    )  # fmt: skip
 
 
 @pytest.mark.slow
