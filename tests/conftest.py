@@ -21,6 +21,8 @@ from flashlane.core import registry
 THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 torch.set_num_threads(THREADS)
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # of processes that tests start
+MOST_RESERVED = 1 << 30
+"""Bytes of a GPU that torch's allocator may keep for the next test."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,6 +40,14 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = zlib.crc32(request.node.nodeid.encode())
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def memory_of_the_gpu() -> Iterator[None]:
+    """What a test with large tensors took goes back: processes that test side by side share a GPU's memory."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_RESERVED:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -191,12 +191,17 @@ def head_modifiers(score, b, head, PER_ROW: tl.constexpr):
 
 @triton.jit
 def tanh(x):
+    """tanh in f32, off by a relative 8e-8 at most below 0.6, where it is a polynomial fitted at Chebyshev nodes.
+
+    There 1 − decay would lose up to two bits, of every score of a soft cap alike.
+    """
     size = tl.abs(x)
     decay = tl.exp2(size * (-2.0 * LOG2_E))
     large = (1.0 - decay) / (1.0 + decay)
     square = x * x
-    small = size * (1.0 + square * (-0.33333333333 + square * (0.13333333333 + square * -0.05396825397)))
-    value = tl.where(size < 0.15, small, large)
+    higher = 0.1333292401 + square * (-0.0538751382 + square * (0.021116214 + square * -0.0062763876))
+    small = size + size * square * (-0.3333333043 + square * higher)
+    value = tl.where(size < 0.6, small, large)
     return tl.where(x < 0, -value, value)
 
 
