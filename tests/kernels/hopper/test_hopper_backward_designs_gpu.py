@@ -14,6 +14,7 @@ from hopper_gradients import (
     DRAWS,
     F16,
     HERE,
+    Drawn,
     Variant,
     dense,
     draw,
@@ -204,6 +205,15 @@ def with_tma_stores(problem: AttentionProblem, long_steps: bool) -> Any:
     return replace(few_steps, ping_pong="until_issued", split_q=False).specialised(problem)
 
 
+def one_or_several_tiles(variant: Variant, number: int) -> Drawn:
+    """The drawn problem of a number; odd ones have several tiles on each SM."""
+    item = draw(variant, number)
+    if number % 2 == 0:
+        return item
+    lengths, group = LENGTHS[number // 2 % len(LENGTHS)], 1 + number % 3
+    return replace(item, case=replace(item.case, lengths=(lengths,) * 5, kv_heads=9, group=group))
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("variant", STAGED, ids=str)
@@ -211,10 +221,7 @@ def test_tma_stores_the_bits_that_consumers_store(variant: Variant) -> None:
     """Odd lengths, grouped heads and last tiles that end within the tile; a row of another sequence would differ."""
     staged = 0
     for number in range(DRAWS):
-        item = draw(variant, number)
-        if number % 2:  # several tiles on each SM
-            lengths, group = LENGTHS[number // 2 % len(LENGTHS)], 1 + number % 3
-            item = replace(item, case=replace(item.case, lengths=(lengths,) * 5, kv_heads=9, group=group))
+        item = one_or_several_tiles(variant, number)
         problem, inputs = item.build(variant.dtype, HERE)
         if refusal(problem) is not None:
             continue
@@ -247,10 +254,7 @@ def test_steps_whose_keys_are_hidden_are_skipped_with_the_same_bits(variant: Var
     """A hidden step adds zeros to dK and dV, so that their bits are those of a kernel that makes its products."""
     compared = 0
     for number in range(DRAWS):
-        item = draw(variant, number)
-        if number % 2:  # several tiles on each SM
-            lengths, group = LENGTHS[number // 2 % len(LENGTHS)], 1 + number % 3
-            item = replace(item, case=replace(item.case, lengths=(lengths,) * 5, kv_heads=9, group=group))
+        item = one_or_several_tiles(variant, number)
         problem, inputs = item.build(variant.dtype, HERE)
         if refusal(problem) is not None:
             continue
