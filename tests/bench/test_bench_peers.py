@@ -30,7 +30,7 @@ def dense(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, n: int = 64,
     return AttentionProblem.from_inputs(inputs, **asked), inputs
 
 
-def packed(lengths: tuple[int, ...] = (5, 0, 33, 17), spare: int = 2, device: str = "cpu", **asked: Any):
+def packed(lengths: tuple[int, ...] = (5, 0, 33, 17), spare: int = 2, device: str = "cpu", **words: Any):
     """Sequences of a call, and rows of q that belong to none."""
     total = sum(lengths)
     q, k, v = (
@@ -38,7 +38,7 @@ def packed(lengths: tuple[int, ...] = (5, 0, 33, 17), spare: int = 2, device: st
     )
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
     inputs = Inputs(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=max(lengths), max_seqlen_k=max(lengths))
-    return AttentionProblem.from_inputs(inputs, **asked), inputs
+    return AttentionProblem.from_inputs(inputs, **words), inputs
 
 
 @pytest.fixture

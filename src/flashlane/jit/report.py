@@ -48,7 +48,7 @@ def read_log(log: str, entry: str, cubin: bytes) -> CompileReport:
         ValueError: the log has no section of that kernel (it was not compiled, or is not ``extern "C"``).
     """
     lines = log.splitlines()
-    starts = [i for i, line in enumerate(lines) if (found := _ENTRY.search(line)) and found[1] == entry]
+    starts = [i for i, line in enumerate(lines) if (match := _ENTRY.search(line)) and match[1] == entry]
     if not starts:
         raise ValueError(f"the compiler's log names no entry function {entry!r}")
     section = [lines[starts[0]]]
@@ -57,7 +57,7 @@ def read_log(log: str, entry: str, cubin: bytes) -> CompileReport:
             break
         section.append(line)
     text = "\n".join(section)
-    frames = [tuple(map(int, found.groups())) for found in _SPILLS.finditer(text)]
+    frames = [tuple(map(int, match.groups())) for match in _SPILLS.finditer(text)]
     stack = _first(_STACK, text) or max((frame for frame, _, _ in frames), default=0)
     return CompileReport(
         registers=_first(_REGISTERS, text),

@@ -59,12 +59,12 @@ def launch_time(costs: Sequence[float], sections: Sequence[int], sms: int, resid
     return ends[-1] + sum((a - b) * share for (a, b), share in zip(itertools.pairwise(rests), shares, strict=True))
 
 
-def share_of(held: int, resident: int, fixed: float) -> float:
-    """The time of a CTA on an SM with ``held`` CTAs, divided by its time on an SM with ``resident`` CTAs.
+def share_of(ctas: int, resident: int, fixed: float) -> float:
+    """The time of a CTA on an SM with ``ctas`` CTAs, divided by its time on an SM with ``resident`` CTAs.
 
     Args:
-        held: CTAs of the SM.
+        ctas: of the SM.
         resident: CTAs of an SM when the costs were timed.
         fixed: as in :func:`launch_time`.
     """
-    return fixed + (1 - fixed) * held / resident
+    return fixed + (1 - fixed) * ctas / resident

@@ -261,16 +261,16 @@ def hgemm(
     return out
 
 
-def split_tiles(tiles: int, held: int, blocks: int) -> int:
+def split_tiles(tiles: int, resident: int, blocks: int) -> int:
     """Tiles of the last wave of which two CTAs compute half of K each: those that fill at most half of it.
 
     Args:
         tiles: of the launch.
-        held: that the GPU computes at once.
+        resident: tiles that the GPU computes at once.
         blocks: k-blocks of a tile; each half has at least one.
     """
-    rest = tiles % held
-    return rest if 2 * rest <= held and blocks >= 2 else 0
+    rest = tiles % resident
+    return rest if 2 * rest <= resident and blocks >= 2 else 0
 
 
 def _launch_by_tma(

@@ -169,15 +169,15 @@ def test_steps_are_counted_from_the_pairs_that_are_seen(
 def test_memory_for_splits_is_bounded_and_has_its_place() -> None:
     for head_dim, heads in ((8, 64), (64, 131), (128, 131)):
         problem = asked(head_dim, batch=1, heads=heads, seqlen=1 << 17)
-        found, config = split(problem), one_cta_tiles.pick(problem)
+        splits, config = split(problem), one_cta_tiles.pick(problem)
         rows = backward_launch.RowBlocks(problem, torch.Size((1, 1 << 17, heads, head_dim)), config.block_m)
-        space = backward_launch.workspace_of(rows, config, found, OWN_LAUNCHES)
-        assert 4 * found.partials * 128 * 2 * head_dim <= MAX_BYTES
-        if found.splits > 1:
+        space = backward_launch.workspace_of(rows, config, splits, OWN_LAUNCHES)
+        assert 4 * splits.partials * 128 * 2 * head_dim <= MAX_BYTES
+        if splits.splits > 1:
             ends = sorted((*space.offsets.values(), space.words))
             sizes = dict(zip(sorted(space.offsets, key=space.offsets.get), map(int.__sub__, ends[1:], ends)))
-            assert sizes["partials"] >= found.partials * 128 * 2 * head_dim
-            assert sizes["counters"] >= backward_launch.COUNTERS + 2 * found.tiles
+            assert sizes["partials"] >= splits.partials * 128 * 2 * head_dim
+            assert sizes["counters"] >= backward_launch.COUNTERS + 2 * splits.tiles
 
 
 def test_the_kernel_of_split_tiles_has_their_partition() -> None:

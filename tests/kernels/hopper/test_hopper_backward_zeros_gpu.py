@@ -96,17 +96,17 @@ def test_zeros_of_the_launch_are_those_of_the_launch_before(variant: Variant, st
         for other in with_zeros(problem, config):
             zeros = DESIGNS[other.design].schedule(other, problem, SMS).in_kernel_dq
             in_launch += 0 < zeros.zeroed_before < zeros.tiles
-            found = run(problem, rows, what, other)
-            wrong = complaints(rows, what, found)
+            grads = run(problem, rows, what, other)
+            wrong = complaints(rows, what, grads)
             assert not wrong, f"{item} {other.describe()}: {'; '.join(wrong)}"
             # Sums of splits have another order where the splits are others.
             alike = not (config.split_q or other.split_q) or (
                 (config.block_m, config.split_q) == (other.block_m, other.split_q)
             )
-            assert equal(right, found, ("k", "v") if alike else ()), (
+            assert equal(right, grads, ("k", "v") if alike else ()), (
                 f"{item} {other.describe()}: other bits of dK or dV"
             )
-            assert equal(found, run(problem, rows, what, other), repeats(problem)), f"{item}: other bits in another run"
+            assert equal(grads, run(problem, rows, what, other), repeats(problem)), f"{item}: other bits in another run"
     assert in_launch >= 2
 
 
@@ -122,12 +122,12 @@ def test_zeros_on_several_streams_at_once(head_dim: int, causal: bool) -> None:
     what = forwarded(problem, inputs)
     right = run(problem, inputs, what, config)
     streams = [torch.cuda.Stream() for _ in range(4)]
-    found = []
+    grads = []
     torch.cuda.synchronize()
     for number in range(32):
         with torch.cuda.stream(streams[number % 4]):
-            found.append(run(problem, inputs, what, config))
+            grads.append(run(problem, inputs, what, config))
     torch.cuda.synchronize()
-    for again in found:
+    for again in grads:
         assert equal(right, again, ("k", "v"))
         assert float((again.q.float() - right.q.float()).norm() / right.q.float().norm()) < 3e-3, "another order"

@@ -42,18 +42,18 @@ def zeros_of(
     return replace(found, zeroed_before=min(found.tiles, before), write_until=0, writes=False)
 
 
-def zeros_are_worth_it(problem: AttentionProblem, found: InKernelDq, block_m: int, block_n: int, ctas: int) -> bool:
+def zeros_are_worth_it(problem: AttentionProblem, in_kernel: InKernelDq, block_m: int, block_n: int, ctas: int) -> bool:
     """Whether in-kernel zeros save more than they cost, of dense tensors whose additions to dQ have no order.
 
     Args:
         problem: the attention problem.
-        found: its :func:`zeros_of`.
+        in_kernel: its :func:`zeros_of`.
         block_m: queries of a step.
         block_n: keys of a tile.
         ctas: of a tile; with two, zeros delay the keys of a causal mask's short tiles.
     """
     unlike = problem.varlen or problem.deterministic or problem.window_left >= 0 or (ctas > 1 and is_causal(problem))
-    if unlike or not 0 < LEAST_TILES[ctas] * found.zeroed_before <= found.tiles <= MAX_TILES:
+    if unlike or not 0 < LEAST_TILES[ctas] * in_kernel.zeroed_before <= in_kernel.tiles <= MAX_TILES:
         return False
     pairs = sum(steps_of(problem, block_m, block_n)) * block_m * block_n / problem.group
-    return pairs <= MOST_KEYS * problem.seqlen_q * (1 - found.zeroed_before / found.tiles)
+    return pairs <= MOST_KEYS * problem.seqlen_q * (1 - in_kernel.zeroed_before / in_kernel.tiles)

@@ -99,27 +99,27 @@ class BackwardParts:
 
     def plans_around(self, kind: Kind, tensors: Tensors) -> tuple[LaunchPlan, LaunchPlan]:
         """The launches before and after those of the gradients."""
-        found = self.around.get(kind)
-        if found is None:
+        plans = self.around.get(kind)
+        if plans is None:
             before, *_, after = self.prepared[0].launches(tensors)
             before.params.split_arrivals = self.further_counters
             after = replace(after, overlapped=False)
-            found = LaunchPlan(lambda: (before,)), LaunchPlan(lambda: (after,))
-            self.around = {**self.around, kind: found} if len(self.around) < KINDS_KEPT else {kind: found}
-        return found
+            plans = LaunchPlan(lambda: (before,)), LaunchPlan(lambda: (after,))
+            self.around = {**self.around, kind: plans} if len(self.around) < KINDS_KEPT else {kind: plans}
+        return plans
 
     def plan_of_part(self, number: int, kind: Kind, tensors: Tensors) -> LaunchPlan:
         """The kernel of the gradients of a part."""
-        found = self.gradients.get(kind)
-        if found is None:
+        plan = self.gradients.get(kind)
+        if plan is None:
             _, one, _ = self.prepared[number].launches(tensors)
             # What waits for the kernel before it would keep its SMs from the parts of other streams.
             one = replace(one, overlapped=False)
-            found = LaunchPlan(lambda: (one,), MAPPED_ARGUMENTS)
+            plan = LaunchPlan(lambda: (one,), MAPPED_ARGUMENTS)
             if len(self.gradients) >= KINDS_KEPT * len(self.prepared):
                 self.gradients = {}
-            self.gradients[kind] = found
-        return found
+            self.gradients[kind] = plan
+        return plan
 
 
 class RunningBackward:

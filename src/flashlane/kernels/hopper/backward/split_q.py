@@ -156,16 +156,16 @@ def _split_of_packed(problem: AttentionProblem, config: GradientConfig, workers:
         return makespan(costs, [problem.kv_heads], workers, simulated=len(costs) * problem.kv_heads)
 
     whole = takes(0, 1)
-    best, found = (1 - LEAST_OF_PACKED) * whole, WHOLE_TILES
+    best, choice = (1 - LEAST_OF_PACKED) * whole, WHOLE_TILES
     if not 1 < max((max(of_one) for of_one in steps), default=0) <= MAX_STEPS or work > best:
         return WHOLE_TILES
     sequences, tiles = 1, len(steps[0]) * problem.kv_heads
     while True:
         for splits in range(2, MAX_SPLITS + 1):
             if tiles * (splits - 1) <= most_splits and (time := takes(sequences, splits)) < best:
-                best, found = time, SplitQ(tiles, splits)
+                best, choice = time, SplitQ(tiles, splits)
         if sequences == len(steps):
-            return found
+            return choice
         sequences = min(2 * sequences, len(steps))
         tiles = sum(map(len, steps[:sequences])) * problem.kv_heads
 
