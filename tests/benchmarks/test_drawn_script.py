@@ -189,6 +189,9 @@ def test_candidates_are_timed_beside_the_chosen_one(
     for row in body["rows"]:
         assert row["candidates"]["chosen"] == "b" and set(row["candidates"]["ms"]) == {"a", "b"}
         assert row["candidates"]["left_out"]["wrong"].startswith("WRONG")
+        assert "b" in row["candidates"]["again"] and set(row["candidates"]["again"]) <= {"a", "b"}
+        for protocol, ms in row["candidates"]["again"]["b"].items():
+            assert ms > 0 and ms != row["candidates"]["ms"]["b"][protocol]
 
 
 @pytest.mark.parametrize("flushed, behind", [(1.51, {"slow": 1.51}), (1.49, {})])
@@ -256,11 +259,16 @@ def test_what_rows_amount_to(script: ModuleType) -> None:
     summary = importlib.import_module("drawn_summary")
 
     def row(number: int, ratio: float, regret: float) -> dict[str, Any]:
+        candidates = {
+            "chosen": "a",
+            "ms": {"a": {"steady": 9.0}, "b": {"steady": 1.0}, "c": {"steady": 2.0}},
+            "again": {"a": {"steady": 3 + 3 * regret}, "b": {"steady": 3.0}, "c": {"steady": 0.1}},
+        }
         return {
             "number": number, "problem": f"P{number}", "ok": True, "absent": {"fa4": "not installed"},
             "ratio": {"steady": ratio, "flushed": ratio + 0.1}, "best_peer": {"steady": "fa2", "flushed": "fa2"},
             "tflops": {name: {"steady": 500.0, "flushed": 400.0} for name in ("flashlane", "fa2")},
-            "candidates": {"chosen": "a", "ms": {"a": {"steady": 1 + regret}, "b": {"steady": 1.0}}},
+            "candidates": candidates,
         }  # fmt: skip
 
     rows = [row(n, 0.9 + n / 100, n / 1000) for n in range(20)]
@@ -271,6 +279,7 @@ def test_what_rows_amount_to(script: ModuleType) -> None:
     )
     behind = summary.regrets(rows, "steady")
     assert summary.percentile(behind, 0.95) == pytest.approx(0.018) and behind[-1] == pytest.approx(0.019)
+    assert summary.regrets([row(0, 1.0, -0.1)], "steady") == [0.0] and summary.regrets(rows, "flushed") == []
     assert [item[2]["number"] for item in summary.worst(rows)] == list(range(10))
     body = {"rows": rows, "environment": {}, "direction": "forward", "kind": "dense", "seed": 2000, "role": "judging"}
     told = list(summary.summary({**body, "count": 20, "protocols": ["steady", "flushed"]}))
