@@ -53,6 +53,7 @@ WRONG = 2e-2
 def _of_rows(warps_m: int, groups: int, keys: int) -> dict[str, Shape]:
     """Candidates for tiles of 16 × warps_m rows, by name."""
     shapes = {"cp.async": Shape(warps_m, groups), "cp.async 2/SM": Shape(warps_m, max(1, groups // 2), 2)}
+    shapes |= {"cp.async 4/SM": Shape(warps_m, max(1, groups // 4), 4)}
     shapes |= {f"TMA c{size}": Shape(warps_m, groups, block_n=keys, tma=True, cluster=size) for size in (1, 2, 4, 8)}
     stream_k = {
         "stream-K": (groups, keys, 1),

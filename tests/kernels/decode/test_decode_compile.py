@@ -163,7 +163,7 @@ def test_what_an_h200_runs_row_by_row() -> None:
     """The choices that docs/notebook/0004-decode.md measured as the fastest of those that copy rows."""
     rows = functools.partial(chosen, tma=False)
     assert rows(seqlen_k=1024) == (8, 8, 1)  # one cluster an item: no work space
-    assert rows() == (8, 2, 8)  # 128 large CTAs
+    assert rows() == (8, 1, 16)  # 128 large CTAs
     assert rows(batch=64, seqlen_k=1024) == (4, 1, 1)  # more tiles than SMs: two small CTAs an SM
     assert rows(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves
     assert rows(seqlen_q=8) == (4, 2, 8)
@@ -174,10 +174,16 @@ def test_what_an_h200_runs() -> None:
     assert chosen(seqlen_k=1024) == (8, 8, 1)  # one cluster an item: no work space
     assert chosen(seqlen_k=1024, batch=2) == (8, 4, 1)
     assert chosen(seqlen_k=1024, batch=4) == (8, 2, 1)
-    assert chosen() == (8, 2, 8)  # 128 large CTAs
+    assert chosen() == (8, 1, 16)  # 128 large CTAs
+    assert chosen(seqlen_q=2) == (8, 1, 16)
+    assert chosen(seqlen_q=4) == (8, 2, 8)  # 16 rows are combined: a cluster first
     assert chosen(batch=16, seqlen_k=8192) == (8, 1, 1)
     assert chosen(seqlen_k=8192) == (8, 8, 1)
-    assert chosen(batch=64, seqlen_k=1024) == (4, 1, 1)  # more tiles than SMs: two small CTAs an SM
+    assert chosen(batch=64, seqlen_k=1024) == (2, 1, 1)  # 512 tiles at once: four small CTAs an SM
+    assert chosen(batch=37, seqlen_k=3011) == (2, 1, 1)  # 296 tiles would be two waves, the second one nearly empty
+    assert chosen(batch=52, seqlen_k=1379) == (4, 1, 1)  # 416 tiles leave as many places idle either way
+    assert chosen(batch=32, seqlen_k=4096) == (4, 1, 1)  # 256 tiles at once: two small CTAs an SM
+    assert chosen(batch=128, seqlen_k=1024) == (4, 1, 1)
     assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves
     assert chosen(seqused_k=True) == chosen()  # of one sequence they cannot differ
     assert chosen(seqlen_q=8) == (4, 2, 8)

@@ -10,31 +10,42 @@ enum { PAGES_NONE, PAGES_WHOLE, PAGES_ANY };
 // ---- cp.async of tiles, by a decode kernel's warps
 
 // Copies tiles of KEYS cache rows by THREADS threads (whole warps); rows outside [first, end) become zeros. The page of
-// a tile, or of each of its rows, is looked up a tile ahead of its copy.
-template <int PAGES, int KEYS, int THREADS, typename Element>
+// a tile, or of each of its rows, is looked up a tile ahead of its copy. With BY_LANE each lane looks up the page of
+// one of 32 tiles, where pages hold whole tiles: else the first tiles' trips to memory come one after another.
+template <int PAGES, int KEYS, int THREADS, bool BY_LANE, typename Element>
 struct PagedTileReader {
     const Element *k, *v;
     long long k_page, v_page, k_row, v_row;
     const int* table;
     const SeqlenParams& seqlen;
     int first, end, thread;
-    int page, offset;  // of the tile's first row; with PAGES_ANY of row lane % KEYS
+    int page, offset;  // of the tile's first row; with PAGES_ANY of row lane % KEYS; with BY_LANE the lane's page
 
-    __device__ __forceinline__ void look_up(int key) {
-        if constexpr (PAGES != PAGES_NONE) {
+    // Entries of the table beyond the rows in use may be anything.
+    __device__ __forceinline__ int inside(int key) const { return max(first, min(key, end - 1)); }
+    __device__ __forceinline__ int page_at(int entry) const { return __ldg(table + entry * seqlen.table_page); }
+
+    // The tile of step `step` begins at `key`, and that of the next step STRIDE keys further.
+    template <int STRIDE>
+    __device__ __forceinline__ void look_up(int step, int key) {
+        if constexpr (PAGES == PAGES_WHOLE && BY_LANE) {
+            const int lane = threadIdx.x % WARP;
+            if (step % WARP == 0) page = page_at(seqlen.page_entry(inside(key + lane * STRIDE)));
+            offset = seqlen.row_in_page(key, seqlen.page_entry(inside(key)));
+        } else if constexpr (PAGES != PAGES_NONE) {
             if constexpr (PAGES == PAGES_ANY) key += threadIdx.x % KEYS;
-            // Entries of the table beyond the rows in use may be anything.
-            const int inside = max(first, min(key, end - 1));
-            const int entry = seqlen.page_entry(inside);
-            page = __ldg(table + entry * seqlen.table_page);
-            offset = seqlen.row_in_page(PAGES == PAGES_ANY ? inside : key, entry);
+            const int row = inside(key), entry = seqlen.page_entry(row);
+            page = page_at(entry);
+            offset = seqlen.row_in_page(PAGES == PAGES_ANY ? row : key, entry);
         }
     }
-    // The tiles of K and V of the rows from `key` on, whose pages were looked up.
+    // The tiles of K and V of step `step`, from row `key` on, whose pages were looked up.
     template <typename LayoutK, typename LayoutV>
-    __device__ __forceinline__ void copy(u32 k_tile, u32 v_tile, int key, int head_dim, int head_dim_v) const {
-        copy_one<LayoutK>(k_tile, k, k_page, k_row, key, head_dim);
-        copy_one<LayoutV>(v_tile, v, v_page, v_row, key, head_dim_v);
+    __device__ __forceinline__ void copy(u32 k_tile, u32 v_tile, int step, int key, int head_dim, int head_dim_v) {
+        int page_of_tile = 0;
+        if constexpr (PAGES == PAGES_WHOLE && BY_LANE) page_of_tile = __shfl_sync(0xffffffffu, page, step % WARP);
+        copy_one<LayoutK>(k_tile, k + page_of_tile * k_page, k_page, k_row, key, head_dim);
+        copy_one<LayoutV>(v_tile, v + page_of_tile * v_page, v_page, v_row, key, head_dim_v);
     }
 
    private:
@@ -50,7 +61,9 @@ struct PagedTileReader {
         const bool column_inside = chunk * CHUNK < columns;
         const Element* source = base + chunk * CHUNK;
         if constexpr (PAGES == PAGES_NONE) source += (key + row) * row_stride;
-        if constexpr (PAGES == PAGES_WHOLE) source += page * page_stride + (offset + row) * row_stride;
+        // (With BY_LANE `base` is that of the tile's page.)
+        if constexpr (PAGES == PAGES_WHOLE)
+            source += (BY_LANE ? 0 : page * page_stride) + (offset + row) * row_stride;
 #pragma unroll
         for (int i = 0; i < PASSES; ++i) {
             const int at = row + i * STEP;

@@ -11,10 +11,12 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.decode.config import MAX_SPLITS, DecodeConfig
 from flashlane.kernels.decode.tables import (
     CLUSTERS,
+    FULL_WAVE,
     MAX_TILE_ROWS,
     PREFERRED,
     SHAPES,
     TMA_CLUSTER,
+    WAVE,
     Shape,
     Shapes,
     Table,
@@ -56,7 +58,13 @@ def workload_of(problem: AttentionProblem, rows: int) -> Workload:
     """Which column of the tables a problem with tiles of ``rows`` rows belongs to."""
     if lengths_differ(problem):
         return "uneven"
-    return "few" if output_tiles(problem, rows) <= SMS.get(problem.arch, 132) else "many"
+    tiles, sms = output_tiles(problem, rows), SMS.get(problem.arch, 132)
+    if tiles <= sms:
+        return "few"
+    # The shares of their places that tiles fill: one CTA after another of an SM, or wave by wave of two an SM.
+    at_once, in_waves = (tiles / (places * math.ceil(tiles / places)) for places in (sms, 2 * sms))
+    small = 2 * sms < tiles <= WAVE * sms and at_once > min(in_waves, FULL_WAVE)
+    return "wave" if small else "many"
 
 
 def output_tiles(problem: AttentionProblem, rows: int) -> int:
@@ -147,7 +155,7 @@ def cluster_size(problem: AttentionProblem, shape: Shape, rows: int) -> int:
         return 1  # the CTAs of a cluster split the keys as well, and their number depends on the number of tiles
     steps, tiles = -(-keys_of(problem) // (shape.block_n * shape.warp_groups)), output_tiles(problem, rows)
     for rule in CLUSTERS.get(problem.arch, ()):
-        if tiles <= rule.tiles and rule.size <= steps <= rule.size * rule.steps:
+        if rows_of(problem) >= rule.rows and tiles <= rule.tiles and rule.size <= steps <= rule.size * rule.steps:
             return rule.size
     return 1
 

@@ -28,14 +28,26 @@ class Shape:
 MAX_TILE_ROWS = 64
 """The most rows of an output tile; more rows are several tiles, each of which reads K and V."""
 Shapes = tuple[Shape, ...]
-Workload = Literal["few", "many", "uneven"]
-"""There are at most as many output tiles as SMs; there are more; or only the device knows the sequences' lengths."""
+Workload = Literal["few", "wave", "many", "uneven"]
+"""There are at most as many output tiles as SMs; small CTAs hold all of them at once and leave fewer SMs idle than two
+waves would; there are others; or only the device knows the sequences' lengths."""
+WAVE = 4
+"""Small CTAs of an SM that hold all output tiles at once, where two an SM would take a second wave."""
+FULL_WAVE = 0.9
+"""The share of their places from which on tiles of small CTAs are preferred in any case."""
 Table = tuple[tuple[int, tuple[tuple[int, dict[Workload, Shapes]], ...]], ...]
 """(largest head dim, ((largest number of rows, shapes by workload), …)), the preferred shape first."""
 
 
-def _by_workload(few: Shapes, many: Shapes, uneven: Shapes | None = None) -> dict[Workload, Shapes]:
-    return {"few": few, "many": many, "uneven": many if uneven is None else uneven}
+def _by_workload(
+    few: Shapes, many: Shapes, uneven: Shapes | None = None, wave: Shapes | None = None
+) -> dict[Workload, Shapes]:
+    return {
+        "few": few,
+        "wave": many if wave is None else wave,
+        "many": many,
+        "uneven": many if uneven is None else uneven,
+    }
 
 
 # Few output tiles get one large CTA an SM, so that there are few splits. Many get two CTAs an SM, of which one loads
@@ -69,7 +81,14 @@ PREFERRED: dict[str, Table] = {
         (
             head_dim,
             tuple(
-                (tile, _by_workload((Shape(tile // 16, warp_groups, block_n=tile, tma=True),), ()))
+                (
+                    tile,
+                    _by_workload(
+                        (Shape(tile // 16, warp_groups, block_n=tile, tma=True),),
+                        (),
+                        wave=(Shape(1, 2, WAVE),) if (head_dim, tile) == (128, 16) else (),
+                    ),
+                )
                 for tile, warp_groups in ((16, few), (32, few // 2))
             ),
         )
@@ -91,9 +110,11 @@ class Cluster:
     """Output tiles up to which they are used."""
     steps: int
     """Steps of a CTA up to which they are used: a tile that one cluster computes alone needs no workspace."""
+    rows: int = 1
+    """Query rows of a KV head from which on they are used: a cluster pays where many rows are combined."""
 
 
 CLUSTERS: dict[str, tuple[Cluster, ...]] = {
-    "sm_90a": (Cluster(8, 15, 15, 8), Cluster(4, 30, 30, 5), Cluster(2, 66, 66, 1 << 30))
+    "sm_90a": (Cluster(8, 15, 15, 8), Cluster(4, 30, 30, 5), Cluster(2, 66, 66, 8), Cluster(2, 66, 66, 1 << 30, 9))
 }
 """The clusters of each architecture, the preferred one first."""
