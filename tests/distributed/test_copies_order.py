@@ -153,10 +153,10 @@ def _polling(flags: bool = True) -> Iterator[None]:
                 if flags:
                     memory.wait(each.flag, number, each.sender)
                 rows = slice(each.segment.key, each.segment.key + each.segment.count)
-                recorder.touch("a kernel that reads a chunk", [(k[rows], False), (v[rows], False)])
+                recorder.touch("a kernel that reads a chunk", [(k[:, rows], False), (v[:, rows], False)])
             for row, key, count in ranged.edges_of(gathering.plan):
                 del row
-                recorder.touch("a kernel that reads an edge", [(t[key : key + count], False) for t in (k, v)])
+                recorder.touch("a kernel that reads an edge", [(t[:, key : key + count], False) for t in (k, v)])
 
         return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,15 +28,18 @@ class Parts:
     def takes(self, *tensors: torch.Tensor) -> bool:
         return all(t.stride(-1) == 1 for t in tensors)
 
-    def begin(self, *tensors: torch.Tensor) -> Parts:
-        running = Parts(self.kernel, self.problem, self.parts)
-        running.tensors = tensors
-        running.sums = torch.zeros_like(tensors[0])
+    def begin(self, *given: Any) -> Parts:
+        (*tensors, row), running = given, Parts(self.kernel, self.problem, self.parts)
+        rows = slice(row, row + self.problem.seqlen_q)
+        running.tensors = [t[:, :, rows] if number == 2 else t[:, rows] for number, t in enumerate(tensors)]
+        running.sums = torch.zeros_like(running.tensors[0])
         return running
 
-    def part(self, number: int, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def part(self, number: int, kv: Any, key: int, gradients: Any, place: int) -> None:
         used.append(number)
         part, (q, out, lse, do, _) = self.parts[number], self.tensors
+        k, v = (t[:, key : key + part.keys] for t in kv)
+        dk, dv = (t[:, place : place + part.keys] for t in gradients)
         assert k.shape[1] == v.shape[1] == dk.shape[1] == dv.shape[1] == part.keys
         dk.zero_(), dv.zero_()
         first, shifts = part.ranges

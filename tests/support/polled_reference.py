@@ -38,6 +38,8 @@ def prepare_ranges(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, now: Arriving | None
     ) -> None:
         used.append(len(ranges.sequences))
+        q, k, v, out, lse = (t[0] if q.dim() == 4 else t for t in (q, k, v, out, lse))
+        now = now and now._replace(own=tuple(t[0] if t.dim() == 4 else t for t in now.own))
         for each in ranges.sequences:
             keys, values = _read(ranges, each, (k, v), now)
             rows = slice(each.q_first, each.q_stop)

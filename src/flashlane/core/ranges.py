@@ -142,4 +142,5 @@ class KeyPart(NamedTuple):
 RangedRepeat = Callable[
     ["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "Arriving | None"], None
 ]
-"""A launch of q, k, v, out, lse and what arrives; see :meth:`~flashlane.core.registry.Kernel.prepare_ranges`."""
+"""A launch of q, k, v, out, lse and what arrives; see :meth:`~flashlane.core.registry.Kernel.prepare_ranges`. Tensors
+may have a batch axis of one element."""

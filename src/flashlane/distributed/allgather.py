@@ -27,6 +27,7 @@ from flashlane.distributed.attend import (
     merge,
     summed,
 )
+from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import Call, Calls, Packed
 from flashlane.distributed.comm import label_of
 from flashlane.distributed.copies import CopiedGathering, Route, peer_memory
@@ -182,8 +183,6 @@ class GatherAttention(torch.autograd.Function):
         lse: torch.Tensor | None = None
         if arriving_chunks is not None and polled is not None:
             lse = run_polled(polled, calls, q, arriving_chunks, out)
-            if not any(isinstance(call, Packed) for call in calls.calls):
-                lses = [lse[:, :, call.q_first : call.q_stop] for call in calls.calls]
         elif launches is None:
             lse = empty_lse(q, calls, named)
             _attend_all(task, calls, groups, q, Results(out, lse), named, streams)
@@ -220,6 +219,8 @@ class GatherAttention(torch.autograd.Function):
             parts = parted_backward(task.memo, task.division, task.rank, (q, k, v, out, do, dq), task.settings)
         if parts is None:
             dq = empty_dq(q, calls)
+            if lse is not None and not lses and calls.disjoint and task.in_chunks:
+                lses = [lse[:, :, each.q_first : each.q_stop] for each in calls.calls if isinstance(each, Block)]
         again = lses and dlse is None and dq.dtype == q.dtype
         streams = CallStreams(q.device, 2 if parts is not None and len(parts) > 1 else 0)
         groups = _gather(task, bounds, q, k, v, streams, exchanges, backward=True, with_own=parts is None)
@@ -335,23 +336,25 @@ def _run_parts(
     gathered, totals = group.gathering.gathered, totals_of(k, v, task.plan.keys)
     several = len(parts) > 1
     computing = (0, 1, *streams.more) if several else (0, 1)
+    back_and_forth = (*computing, *reversed(computing))  # so that the streams of documents have nearly equal work
+    on = [back_and_forth[number % len(back_and_forth)] if several else 0 for number in range(len(parts))]
     running: list[Any] = []
     with torch_rules.no_autocast(q):
         for number, each in enumerate(parts):
-            rows, (own, places) = each.rows, each.keys.first
-            with streams.on(computing[number % len(computing)]):
-                begun = each.prepared.begin(q[:, rows], out[:, rows], lse[:, :, rows], do[:, rows], dq[:, rows])
+            own, places = each.keys.first
+            with streams.on(on[number]):
+                begun = each.prepared.begin(q, out, lse, do, dq, each.rows.start)
                 if not several:
                     streams.after(1, 0)
-                begun.part(0, *_inside((k, v), rows, own), *_inside(totals, each.places, places))
+                begun.part(0, (k, v), each.rows.start + own.start, totals, each.places.start + places.start)
             running.append(begun)
         for stream in computing[0 if several else 1 :]:
             streams.wait(stream, group.arrived)
         for number, (each, begun) in enumerate(zip(parts, running, strict=True)):
-            with streams.on(computing[number % len(computing)] if several else 1):
+            with streams.on(on[number] if several else 1):
                 for at, places in enumerate(each.keys.foreign):
-                    one, other = (_inside(some, each.places, places) for some in (gathered, totals))
-                    begun.part(1 + at, *one, *other)
+                    place = each.places.start + places.start
+                    begun.part(1 + at, gathered, place, totals, place)
         for stream in computing[0 if several else 1 :]:
             streams.after(COPY_STREAM, stream)
         with streams.on(COPY_STREAM):
@@ -359,9 +362,9 @@ def _run_parts(
             returning = group.gathering.returning([Partial(slice(0, task.plan.keys), *totals)])
         for number, (each, begun) in enumerate(zip(parts, running, strict=True)):
             own, places = each.keys.last
-            with streams.on(computing[number % len(computing)]):
-                begun.part(len(each.keys.launches) - 1, *_inside((k, v), each.rows, own),
-                           *_inside(totals, each.places, places))  # fmt: skip
+            with streams.on(on[number]):
+                last, row = len(each.keys.launches) - 1, each.rows.start + own.start
+                begun.part(last, (k, v), row, totals, each.places.start + places.start)
                 if several:
                     begun.end()
         for stream in computing if several else (0,):
@@ -371,12 +374,6 @@ def _run_parts(
             running[0].end()
     streams.keep(running, lse, totals, returning)
     return returning
-
-
-def _inside(pair: Pair, whole: slice, part: slice) -> Pair:
-    """Rows of both tensors, counted from the start of ``whole``."""
-    rows = slice(whole.start + part.start, whole.start + part.stop)
-    return pair[0][:, rows], pair[1][:, rows]
 
 
 def _attend_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,20 @@ class Shapes:
     """The first KV head of each group, and the end of the last group."""
     head_dims: tuple[int, int]
     dtype: torch.dtype
+
+
+class Move(NamedTuple):
+    """A copy of neighbouring rows of keys (which = 0) or values (1), or of their gradients, to a place at a peer."""
+
+    which: int
+    place: int
+    row: int
+    count: int
+
+
+def bytes_of_row(t: torch.Tensor) -> int:
+    """Of a contiguous tensor ``(1, rows, …)``."""
+    return t.shape[2] * t.shape[3] * t.element_size()
 
 
 def gather_places(division: Division, rank: int, shapes: Shapes) -> Places:
@@ -115,24 +130,32 @@ class CopiedGathering(Gathering):
             super()._take_own()
 
     def _start(self) -> Pending:
-        task, plan, batch = self.task, self.plan, self.shapes.batch
+        task, plan = self.task, self.plan
         for peer in task.others:
-            sent = plan.sent[peer]
-            if not count_of(sent):
+            if not count_of(plan.sent[peer]):
                 continue
             offsets = self.route.gathered[peer].offsets
-            for i, t in enumerate(self.own):
-                if apart(sent, batch, FEW_COPIES):
-                    row = t.shape[2] * t.shape[3] * t.element_size()
-                    for each in sent:
-                        place = offsets[self.group, i] + each.key * row
-                        self.exchange.send(peer, place, t[:, each.row : each.row + each.count])
-                else:
+            if apart(plan.sent[peer], self.shapes.batch, FEW_COPIES):
+                for i, place, row, count in self._moves(peer):
+                    self.exchange.send_rows(peer, place, self.own[i], row, count)
+            else:
+                for i, t in enumerate(self.own):
                     rows = take_rows(t, plan.index("sent", "row", peer, t.device)).contiguous()
                     self.exchange.send(peer, offsets[self.group, i, task.rank], rows)
                     self.kept.append(rows)
             self.exchange.arrive(peer, self.group)
         return Pending(())
+
+    def _moves(self, peer: int) -> list[Move]:
+        """The copies of this rank's keys and values to a peer."""
+        key = CopiedGathering, self.route.shapes, self.group, peer
+        if key not in self.task.memo:
+            offsets = self.route.gathered[peer].offsets
+            self.task.memo[key] = [
+                Move(i, offsets[self.group, i] + each.key * bytes_of_row(t), each.row, each.count)
+                for i, t in enumerate(self.own) for each in self.plan.sent[peer]
+            ]  # fmt: skip
+        return self.task.memo[key]
 
     def returning(self, partials: list[Partial]) -> Returning:
         return CopiedReturning(self.task, self, partials)
@@ -165,8 +188,12 @@ class CopiedReturning(Returning):
         for peer in task.others:
             if count_of(self.plan.received[peer]):
                 offsets = self.route.returned[peer].offsets
-                for i in range(2):
-                    self._send(peer, i, offsets[self.group, i, task.rank])
+                moves = self._moves(peer)
+                for i, place, row, count in moves or ():
+                    self.exchange.send_rows(peer, place, self.totals[i], row, count)
+                for i, t in enumerate(self._rows(peer) if moves is None else ()):
+                    self.exchange.send(peer, offsets[self.group, i, task.rank], t)
+                    self.kept.append(t)
                 self.exchange.arrive(peer, self.group)
             count = count_of(self.plan.sent[peer])
             own = self.route.returned[task.rank].offsets
@@ -176,18 +203,20 @@ class CopiedReturning(Returning):
             ]
         return Pending(())
 
-    def _send(self, peer: int, i: int, place: int) -> None:
-        """Copy the gradients of a peer's keys (i = 0) or values (1) to their place there."""
-        segments, total = self.plan.received[peer], self.totals[i]
-        if not apart(segments, total.shape[0], FEW_COPIES):
-            rows = take_rows(total, self.plan.index("received", "key", peer, total.device)).contiguous()
-            self.exchange.send(peer, place, rows)
-            self.kept.append(rows)
-            return
-        row = total.shape[2] * total.shape[3] * total.element_size()
-        for each in segments:
-            self.exchange.send(peer, place, total[:, each.key : each.key + each.count])
-            place += each.count * row
+    def _moves(self, peer: int) -> list[Move] | None:
+        """The copies of gradients to the peer that holds their keys; None where its rows are put together first."""
+        batch = self.totals[0].shape[0]
+        key = CopiedReturning, self.route.shapes, self.group, peer
+        if key not in self.task.memo:
+            offsets, moves = self.route.returned[peer].offsets, []
+            for i, total in enumerate(self.totals):
+                place = offsets[self.group, i, self.task.rank]
+                for each in self.plan.received[peer]:
+                    moves.append(Move(i, place, each.key, each.count))
+                    place += each.count * bytes_of_row(total)
+            together = not apart(self.plan.received[peer], batch, FEW_COPIES)
+            self.task.memo[key] = None if together else moves
+        return self.task.memo[key]
 
     def finish(self) -> list[torch.Tensor]:
         for peer in self.task.others:

@@ -181,37 +181,45 @@ class Returning:
         """The gradients of this rank's k and v, summed over the ranks in their order, in the dtype of k and v."""
         self.pending.wait()
         self.parts[self.task.rank] = self.totals
-        if FEW_SUMS < len(self.plan.sums) <= MANY_SUMS:
-            return self._sum_at_once()
-        return [self._sum(like, i) for i, like in enumerate(self.like)]
-
-    def _sum_at_once(self) -> list[torch.Tensor]:
-        """All chunks of keys and values, in a few launches."""
+        if len(self.plan.sums) > MANY_SUMS:
+            return [self._sum_by_rank(like, i) for i, like in enumerate(self.like)]
+        stacked = {rank: _stacked(*pair) for rank, pair in self.parts.items()}
+        k, v = self.like
+        if len(self.plan.sums) <= FEW_SUMS and k.shape == v.shape and all(t is not None for t in stacked.values()):
+            both = k.new_empty((2, *k.shape))
+            self._add_chunks([(both, stacked)], 2)
+            return [both[0], both[1]]
         summed = [torch.empty_like(like) for like in self.like]
-        places, parts = [], []
-        for rows, of_ranks in self.plan.sums:
-            for i, to in enumerate(summed):
-                places.append(to[:, rows])
-                parts.append([self.parts[rank][i][:, at] for rank, at in of_ranks])
-        for number in range(1, max(map(len, parts))):
-            some = [each for each in parts if number < len(each)]
-            torch._foreach_add_([each[0] for each in some], [each[number] for each in some])
-        torch._foreach_copy_(places, [each[0] for each in parts])
+        self._add_chunks([(to, {rank: t[i] for rank, t in self.parts.items()}) for i, to in enumerate(summed)], 1)
         return summed
 
-    def _sum(self, like: torch.Tensor, i: int) -> torch.Tensor:
-        sums, device = self.plan.sums, like.device
-        if len(sums) <= FEW_SUMS:
-            summed = torch.empty_like(like)
-            for rows, parts in sums:
-                first, *others = (self.parts[rank][i][:, at] for rank, at in parts)
-                for other in others[:-1]:
-                    first = first + other
-                if others:
-                    torch.add(first, others[-1], out=summed[:, rows])
-                else:
-                    summed[:, rows] = first
-            return summed
+    def _add_chunks(self, targets: list[tuple[torch.Tensor, dict[int, Any]]], axis: int) -> None:
+        """Write the sums of chunks of rows, which lie along an axis: to each target those of its parts, by rank."""
+
+        def rows_of(t: torch.Tensor, at: slice) -> torch.Tensor:
+            return t.narrow(axis, at.start, at.stop - at.start)
+
+        places, parts = [], []
+        for rows, of_ranks in self.plan.sums:
+            for to, by_rank in targets:
+                places.append(rows_of(to, rows))
+                parts.append([rows_of(by_rank[rank], at) for rank, at in of_ranks])
+        if len(self.plan.sums) > FEW_SUMS:
+            for number in range(1, max(map(len, parts))):
+                some = [each for each in parts if number < len(each)]
+                torch._foreach_add_([each[0] for each in some], [each[number] for each in some])
+            torch._foreach_copy_(places, [each[0] for each in parts])
+            return
+        for place, (first, *others) in zip(places, parts, strict=True):
+            for other in others[:-1]:
+                first = first + other
+            if others:
+                torch.add(first, others[-1], out=place)
+            else:
+                place.copy_(first)
+
+    def _sum_by_rank(self, like: torch.Tensor, i: int) -> torch.Tensor:
+        device = like.device
         total = torch.zeros_like(like, dtype=compute_dtype(like.dtype))
         for rank, parts in sorted(self.parts.items()):
             own = rank == self.task.rank
@@ -219,6 +227,16 @@ class Returning:
             part = take_rows(parts[i], self.plan.index("received", "key", rank, device)) if own else parts[i]
             add_rows(total, rows, part)
         return total.to(like.dtype)
+
+
+def _stacked(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor | None:
+    """Both as one tensor ``(2, …)`` where they lie one after another in one storage, else None."""
+    same = one.shape == other.shape and one.is_contiguous() and other.is_contiguous()
+    if not same or one.numel() == 0 or one.data_ptr() + one.numel() * one.element_size() != other.data_ptr():
+        return None
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return None
+    return one.as_strided((2, *one.shape), (one.numel(), *one.stride()))
 
 
 def _put_rows(t: torch.Tensor, rows: slice | torch.Tensor, values: torch.Tensor) -> None:

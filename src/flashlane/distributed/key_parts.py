@@ -116,8 +116,13 @@ PartedBackward = tuple[PartsOfDocument, ...]
 
 
 def totals_of(k: torch.Tensor, v: torch.Tensor, count: int) -> Pair:
-    """Tensors for the gradients of all ``count`` gathered keys and values, in f32."""
-    dk, dv = (t.new_empty((t.shape[0], count, *t.shape[2:]), dtype=compute_dtype(t.dtype)) for t in (k, v))
+    """Tensors for the gradients of all ``count`` gathered keys and values, in f32; of one shape they are one tensor."""
+    shapes = [(t.shape[0], count, *t.shape[2:]) for t in (k, v)]
+    dtype = compute_dtype(k.dtype)
+    if shapes[0] == shapes[1]:
+        dk, dv = k.new_empty((2, *shapes[0]), dtype=dtype).unbind()
+    else:
+        dk, dv = (k.new_empty(shape, dtype=dtype) for shape in shapes)
     return dk, dv
 
 
@@ -140,7 +145,7 @@ def parted_backward(
     _, rows, heads, _ = tensors[0].shape
     if not KEY_PARTS or rows * heads < FEWEST_QUERIES or any(t.data_ptr() % VECTOR_BYTES for t in tensors):
         return None
-    key = (PartedBackward, *((t.shape, t.stride()) for t in tensors), tensors[0].dtype, tensors[0].device)
+    key = (PartedBackward, *[t.stride() for t in tensors])  # the tensors of a task have one shape and dtype
     if key not in cached:
         cached[key] = _prepared(division, rank, tensors, settings)
     return cached[key]

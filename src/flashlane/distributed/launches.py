@@ -162,7 +162,7 @@ class RangedLaunch:
 
     def forward(self, q: torch.Tensor, kv: Pair, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Write ``out`` and the LSE ``(1, h, rows)``, which is contiguous."""
-        self._forward(q[0], kv[0][0], kv[1][0], out[0], lse[0], None)
+        self._forward(q, *kv, out, lse, None)
 
 
 def ranged_backward_of(

@@ -12,6 +12,8 @@ as with NCCL: on a GPU the process ends, because the wait of a stream for a flag
 from __future__ import annotations
 
 import collections
+import ctypes
+import functools
 import itertools
 import math
 import mmap
@@ -23,13 +25,14 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flashlane.distributed.comm import Ranks, check_in_step, check_label
+from flashlane.distributed.streams import current_stream
 from flashlane.jit import launch
 
 MOST_RANKS, MOST_GROUPS = 64, 16
@@ -84,6 +87,10 @@ class PeerMemory(ABC):
     @abstractmethod
     def copy(self, peer: int, place: int, t: torch.Tensor) -> None:
         """Copy a contiguous tensor to another rank's memory, at an offset of ``place`` bytes."""
+
+    def copy_rows(self, peer: int, place: int, t: torch.Tensor, row: int, count: int) -> None:
+        """:meth:`copy` of ``count`` rows, from ``row`` on, of a contiguous tensor ``(1, rows, …)``."""
+        self.copy(peer, place, t[:, row : row + count])
 
     @abstractmethod
     def write(self, peer: int, flag: int, value: int) -> None:
@@ -140,6 +147,11 @@ class Exchange:
         if t.numel():
             self.memory.copy(peer, self._start + offset, t)
 
+    def send_rows(self, peer: int, offset: int, t: torch.Tensor, row: int, count: int) -> None:
+        """:meth:`send` of ``count`` rows, from ``row`` on, of a contiguous tensor ``(1, rows, …)``."""
+        if count:
+            self.memory.copy_rows(peer, self._start + offset, t, row, count)
+
     def arrive(self, peer: int, group: int) -> None:
         """Signal a rank, after all copies that are already enqueued, that a group of heads has arrived."""
         self.memory.sign(peer, self.number, self.label)
@@ -157,8 +169,8 @@ class GpuMemory(PeerMemory):
     def __init__(self, ranks: Ranks, device: torch.device, half: int) -> None:
         super().__init__(ranks, device, half)
         self.own, self._addresses = self._allocate(FLAG_BYTES + 2 * half)
-        self._driver, self._stream_of = launch.driver(), launch.stream_getter()
-        self._at_least = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        self._copy, self._write, self._wait = _functions()
+        self._stream_of = launch.stream_getter()
         self._lost = torch.zeros(1, dtype=torch.int32).pin_memory()
         self.polled = self._addresses[ranks.rank], self._lost.data_ptr()
         self._watch = _Watch(self.timeout, self._lost)
@@ -177,7 +189,9 @@ class GpuMemory(PeerMemory):
     def exchange(self, label: int = 0) -> Exchange:
         if torch.cuda.is_current_stream_capturing():
             raise NotImplementedError("transport 'copies' cannot be captured in a CUDA graph; take 'messages'")
-        launch.make_current()
+        if self.device.index not in _current.__dict__.setdefault("devices", set()):
+            launch.make_current()
+            _current.devices.add(self.device.index)
         return super().exchange(label)
 
     def watch(self) -> None:
@@ -186,21 +200,45 @@ class GpuMemory(PeerMemory):
     def _stream(self) -> int:
         return self._stream_of(self.device.index)
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        (code,) = getattr(self._driver, name)(*arguments)
-        if code:
-            raise RuntimeError(f"{name} between the GPUs of this host failed: {code.name}")
-
     def copy(self, peer: int, place: int, t: torch.Tensor) -> None:
         size = t.numel() * t.element_size()
-        self._call("cuMemcpyDtoDAsync", self._addresses[peer] + place, t.data_ptr(), size, self._stream())
+        _check(self._copy(self._addresses[peer] + place, t.data_ptr(), size, self._stream()), "a copy")
+
+    def copy_rows(self, peer: int, place: int, t: torch.Tensor, row: int, count: int) -> None:
+        size = t.stride(1) * t.itemsize
+        to, stream = self._addresses[peer] + place, self._stream_of(self.device.index)
+        _check(self._copy(to, t.data_ptr() + row * size, count * size, stream), "a copy")
 
     def write(self, peer: int, flag: int, value: int) -> None:
-        self._call("cuStreamWriteValue32", self._stream(), self._addresses[peer] + 4 * flag, value, 0)
+        _check(self._write(self._stream(), self._addresses[peer] + 4 * flag, value, 0), "setting a flag")
 
     def wait(self, flag: int, value: int, peer: int) -> None:
         own = self._addresses[self.ranks.rank] + 4 * flag
-        self._call("cuStreamWaitValue32", self._stream(), own, value, self._at_least)
+        _check(self._wait(self._stream(), own, value, AT_LEAST), "waiting for a flag")
+
+
+_current = threading.local()
+"""The devices whose context this thread was given."""
+AT_LEAST = 0
+"""CU_STREAM_WAIT_VALUE_GEQ: until a flag is at least a value, modulo 2³²."""
+
+
+@functools.cache
+def _functions() -> tuple[Callable[..., int], Callable[..., int], Callable[..., int]]:
+    """The driver's copy, write and wait of streams. The bindings' functions take several times as long as these."""
+    launch.driver()  # raises where there is none
+    library = ctypes.CDLL("libcuda.so.1")
+    copy, write, wait = library.cuMemcpyDtoDAsync_v2, library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
+    address, stream, number = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32
+    copy.argtypes = address, address, ctypes.c_size_t, stream
+    write.argtypes = wait.argtypes = stream, address, number, number
+    return copy, write, wait
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        name = launch.driver().CUresult(code).name
+        raise RuntimeError(f"{what} between the GPUs of this host failed: {name}")
 
 
 class _Watch:
@@ -221,7 +259,7 @@ class _Watch:
         """Watch the work that is already on the current stream."""
         now = time.monotonic()
         event = self.latest[1] if self.latest else torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        event.record(current_stream(device))
         if now - self.last > 1:
             self.last, self.latest = now, None
             self.open.append((now, event))

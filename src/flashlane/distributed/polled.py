@@ -11,6 +11,8 @@ to write, because its call begins only when all earlier work of its stream is do
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from flashlane.core.problem import VECTOR_BYTES
@@ -18,11 +20,11 @@ from flashlane.core.ranges import Arriving, RangedRepeat
 from flashlane.distributed.attend import empty_lse
 from flashlane.distributed.calls import Calls
 from flashlane.distributed.comm import Pending
-from flashlane.distributed.copies import CopiedGathering, Route
+from flashlane.distributed.copies import CopiedGathering, Move, Route, bytes_of_row
 from flashlane.distributed.gather import Task
 from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import Exchange
-from flashlane.distributed.plan import Division
+from flashlane.distributed.plan import Division, Segment
 from flashlane.distributed.ranged import (
     ArrivingChunk,
     arriving_chunks_of,
@@ -31,6 +33,9 @@ from flashlane.distributed.ranged import (
     edges_of,
     prepare_ranged,
 )
+
+FEW_EDGES = 4
+"""Up to so many edges, those of keys and of values counted apart, are copied one by one; more of them by one kernel."""
 
 
 class ChunkGathering(CopiedGathering):
@@ -42,28 +47,43 @@ class ChunkGathering(CopiedGathering):
 
     def _start(self) -> Pending:
         task = self.task
-        for peer in task.others:
-            offsets = self.route.gathered[peer].offsets
-            for each in _arriving_chunks(task, peer):
-                if each.sender != task.rank:
-                    continue
-                row, key, count = each.segment
-                for i, t in enumerate(self.own):
-                    place = offsets[0, i] + key * t.shape[2] * t.shape[3] * t.element_size()
-                    self.exchange.send(peer, place, t[:, row : row + count])
-                self.exchange.arrive(peer, each.number)
+        key = ChunkGathering, "sent", self.shapes
+        if key not in task.memo:
+            task.memo[key] = [
+                (peer, each.number, self._moves_of(peer, [each.segment]))
+                for peer in task.others for each in _arriving_chunks(task, peer) if each.sender == task.rank
+            ]  # fmt: skip
+        for peer, number, moves in task.memo[key]:
+            for i, place, row, count in moves:
+                self.exchange.send_rows(peer, place, self.own[i], row, count)
+            self.exchange.arrive(peer, number)
         return Pending(())
+
+    def _moves_of(self, rank: int, segments: Iterable[Segment]) -> list[Move]:
+        """The copies of segments of this rank's keys and values to their places among the gathered ones of a rank."""
+        offsets = self.route.gathered[rank].offsets
+        return [
+            Move(i, offsets[0, i] + key * bytes_of_row(t), row, count)
+            for row, key, count in segments for i, t in enumerate(self.own)
+        ]  # fmt: skip
 
     def _take_own(self) -> None:
         """Nothing: own keys are read where they are, or taken when a kernel needs them with the others."""
 
     def take_edges(self) -> None:
         """Put own keys where a block of keys may bring them together with others."""
-        pairs = list(zip(self.own, self.gathered, strict=True))
-        edges = edges_of(self.plan)
-        if edges:
-            places = [t[:, key : key + count] for _, t in pairs for _, key, count in edges]
-            torch._foreach_copy_(places, [t[:, row : row + count] for t, _ in pairs for row, _, count in edges])
+        rank, memo = self.task.rank, self.task.memo
+        key = ChunkGathering, "edges", self.shapes
+        if key not in memo:
+            edges = edges_of(self.plan)
+            memo[key] = edges, self._moves_of(rank, edges)
+        edges, moves = memo[key]
+        if len(moves) <= FEW_EDGES:
+            for i, place, row, count in moves:
+                self.exchange.send_rows(rank, place, self.own[i], row, count)
+            return
+        places = [t[:, key : key + count] for _, key, count in edges for t in self.gathered]
+        torch._foreach_copy_(places, [t[:, row : row + count] for row, _, count in edges for t in self.own])
 
     def finish(self) -> None:
         for each in self.arriving_chunks:
@@ -95,11 +115,11 @@ def polled_launch(
         gathering: of all heads.
         out: ``(1, rows, h, dv)``.
     """
-    k, v = gathering.gathered
-    if gathering.exchange.memory.polled is None or any(t.data_ptr() % VECTOR_BYTES for t in (q, k, v, out)):
+    if gathering.exchange.memory.polled is None or q.data_ptr() % VECTOR_BYTES:
         return None
-    tensors = (q, k, v, *gathering.own, out)
-    key = (polled_launch, *((t.shape, t.stride()) for t in tensors), q.dtype, q.device)
+    if any(t.data_ptr() % VECTOR_BYTES for t in gathering.own):
+        return None
+    key = polled_launch, q.stride()  # the task's tensors have one shape and dtype, and the others are contiguous
     if key not in task.memo:
         task.memo[key] = _prepared(task, calls, q, gathering, out)
     return task.memo[key]
@@ -112,14 +132,16 @@ def _prepared(
     if blocks is None:
         return None
     chunks = chunks_of(task.plan, gathering.arriving_chunks)
-    return prepare_ranged(blocks, chunks, q, gathering.gathered, out, task.settings, arriving(gathering))
+    k, v = gathering.own
+    coming = arriving(gathering)._replace(own=(k[0], v[0]))
+    return prepare_ranged(blocks, chunks, q, gathering.gathered, out, task.settings, coming)
 
 
 def arriving(gathering: ChunkGathering) -> Arriving:
     """What comes in this call."""
-    exchange, (k, v) = gathering.exchange, gathering.own
+    exchange = gathering.exchange
     flags, lost = exchange.memory.polled or (0, 0)
-    return Arriving((k[0], v[0]), flags, exchange.number, lost, exchange.memory.timeout)
+    return Arriving(gathering.own, flags, exchange.number, lost, exchange.memory.timeout)
 
 
 def run_polled(
@@ -128,5 +150,5 @@ def run_polled(
     """Write the output of :func:`polled_launch`, on the current stream; the LSE ``(1, h, rows)``."""
     gathering.take_edges()
     (k, v), lse = gathering.gathered, empty_lse(q, calls, Modifiers())
-    repeat(q[0], k[0], v[0], out[0], lse[0], arriving(gathering))
+    repeat(q, k, v, out, lse, arriving(gathering))
     return lse

@@ -19,9 +19,10 @@ from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import MOST_GROUPS, flag_of
 from flashlane.distributed.plan import Division, GatherPlan, Segment, gather_plan
 
-FEWEST_ROWS = 1024
-"""The number of rows of a chunk, before it is doubled to get few enough chunks. A copy of the keys and values of 1024
-rows with 8 heads between GPUs takes about 10 µs."""
+FEWEST_ROWS = 2048
+"""The number of rows of a chunk, before it is doubled to get few enough chunks. A copy of the keys of 1024 rows with 8
+heads takes 8 µs, and 5 to 6 µs pass before the next copy begins, so that they come at half the rate of large copies and
+slower than a tile of a forward reads them (benchmarks/results/two_gpus_profile.json)."""
 
 
 class ArrivingChunk(NamedTuple):

@@ -17,9 +17,31 @@ MOST_MORE = 2
 """The most further streams of a call, which have the indices after that."""
 MOST_STREAMS = 1 + COMPUTE_STREAMS + MOST_MORE
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
-_events: dict[torch.device, list[list[torch.cuda.Event]]] = {}
-"""Events of calls that have ended, one for each stream. A wait is for what was recorded when it was enqueued, so that
-an event can be recorded again at once."""
+_current: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+"""The streams that have been current, by what torch calls them: making such an object takes longer than a launch."""
+_events: dict[torch.device, list[list[_Event]]] = {}
+"""Events of calls that have ended, one for each stream, and further ones. A wait is for what was recorded when it was
+enqueued, so that an event can be recorded again at once."""
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """``torch.cuda.current_stream``, which makes no new object for a stream that it has given before."""
+    ids = torch._C._cuda_getCurrentStream(-1 if device.index is None else device.index)
+    found = _current.get(ids)
+    if found is None:
+        found = _current[ids] = torch.cuda.current_stream(device)
+    return found
+
+
+class _Event:
+    """An event of torch without the Python layer around it."""
+
+    __slots__ = ("event", "record", "wait")
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+        plain = super(torch.cuda.Event, self.event)
+        self.record, self.wait = plain.record, plain.wait
 
 
 class _On:
@@ -31,10 +53,16 @@ class _On:
         self.stream, self.first = stream, first
 
     def __enter__(self) -> None:
-        torch.cuda.set_stream(self.stream)
+        _set(self.stream)
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self.first)
+        _set(self.first)
+
+
+def _set(stream: torch.cuda.Stream) -> None:
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
 _HERE = contextlib.nullcontext()
@@ -55,34 +83,41 @@ class CallStreams:
         if self.gpu:
             if device not in _streams:
                 _streams[device] = [torch.cuda.Stream(device) for _ in range(1, MOST_STREAMS)]
-            self.streams = [torch.cuda.current_stream(device), *_streams[device][: COMPUTE_STREAMS + more]]
-            self.on_others = [_On(each, self.streams[0]) for each in self.streams[1:]]
+            self.streams = [current_stream(device), *_streams[device][: COMPUTE_STREAMS + more]]
             self._idle = _events.setdefault(device, [])
-            self._events = self._idle.pop() if self._idle else [torch.cuda.Event() for _ in range(MOST_STREAMS)]
+            self._events = self._idle.pop() if self._idle else [_Event() for _ in range(MOST_STREAMS)]
+            self._marks = MOST_STREAMS  # events from there on are those of marks
             begun = self._events[0]
             begun.record(self.streams[0])
             for each in self.streams[1:]:
-                each.wait_event(begun)
+                begun.wait(each)
 
     def on(self, stream: int) -> contextlib.AbstractContextManager[None]:
         """A context in which work is enqueued on a stream; contexts are not nested."""
-        return self.on_others[stream - 1] if self.gpu and stream else _HERE
+        return _On(self.streams[stream], self.streams[0]) if self.gpu and stream else _HERE
 
     def after(self, stream: int, other: int) -> None:
         """Let later work of a stream wait for all work that is already on another."""
         if self.gpu:
             event = self._events[other]
             event.record(self.streams[other])
-            self.streams[stream].wait_event(event)
+            event.wait(self.streams[stream])
 
-    def mark(self, stream: int) -> torch.cuda.Event | None:
+    def mark(self, stream: int) -> _Event | None:
         """Record an event after the work that is already on a stream, for :meth:`wait`."""
-        return self.streams[stream].record_event() if self.gpu else None
+        if not self.gpu:
+            return None
+        if self._marks == len(self._events):
+            self._events.append(_Event())
+        event = self._events[self._marks]
+        self._marks += 1
+        event.record(self.streams[stream])
+        return event
 
-    def wait(self, stream: int, mark: torch.cuda.Event | None) -> None:
+    def wait(self, stream: int, mark: _Event | None) -> None:
         """Let later work of a stream wait for an event of :meth:`mark`."""
         if mark is not None:
-            self.streams[stream].wait_event(mark)
+            mark.wait(self.streams[stream])
 
     def keep(self, *tensors: Any) -> None:
         """Hold references to tensors until the call ends."""

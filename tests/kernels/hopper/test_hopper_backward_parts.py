@@ -63,9 +63,9 @@ def of_rank(
     running = prepared.begin(q, out, lse, do, dq)
     last = len(keys.launches) - 1
     for number, (rows, places) in ((0, keys.first), (last, keys.last)):
-        running.part(number, *(t[:, rows] for t in (k, v)), *(t[:, places] for t in totals))
+        running.part(number, (k, v), rows.start, totals, places.start)
     for number, places in enumerate(keys.foreign):
-        running.part(1 + number, *(t[:, places] for t in gathered), *(t[:, places] for t in totals))
+        running.part(1 + number, gathered, places.start, totals, places.start)
     running.end()
     return [dq, *totals]
 
