@@ -40,14 +40,19 @@ def test_every_visible_pair_is_in_one_launch(layout: str, tokens: int, ranks: in
         gathered = torch.cat([torch.tensor(run.positions) for run in plan.runs])
         count = torch.zeros(calls.rows, plan.keys, dtype=torch.int32)
         owners = torch.zeros(plan.keys, dtype=torch.int32)
-        places = keys.first[1], *keys.foreign, keys.last[1]
-        for part, place in zip(keys.launches, places, strict=True):
+        *foreign, own_part = keys.launches
+        for part, place in zip(foreign, keys.foreign, strict=True):
             count[:, place] += seen(calls.rows, part)
             owners[place] += 1
+        own = torch.cat([torch.arange(each.key, each.key + each.count) for each in plan.received[rank]])
+        assert torch.equal(gathered[own], positions) and own_part.keys == calls.rows
+        count[:, own] += seen(calls.rows, own_part)
+        owners[own] += 1
         assert (owners == 1).all()
         assert torch.equal(count, (gathered <= positions[:, None]).int())
-        for rows, place in (keys.first, keys.last):
-            assert torch.equal(positions[rows], gathered[place])
+        segments = [(sender, each) for sender, found_of in enumerate(plan.received) for each in found_of]
+        behind = torch.cat([torch.arange(each.count) + plan.place(sender, each) for sender, each in segments])
+        assert torch.equal(behind.sort().values, torch.arange(plan.keys))
     assert found >= ranks - 1
 
 

@@ -341,30 +341,27 @@ def _run_parts(
     running: list[Any] = []
     with torch_rules.no_autocast(q):
         for number, each in enumerate(parts):
-            own, places = each.keys.first
             with streams.on(on[number]):
-                begun = each.prepared.begin(q, out, lse, do, dq, each.rows.start)
-                if not several:
-                    streams.after(1, 0)
-                begun.part(0, (k, v), each.rows.start + own.start, totals, each.places.start + places.start)
-            running.append(begun)
+                running.append(each.prepared.begin(q, out, lse, do, dq, each.rows.start))
+        if not several:
+            streams.after(1, 0)
         for stream in computing[0 if several else 1 :]:
             streams.wait(stream, group.arrived)
+        foreign_begins = None if several else streams.mark(1)
         for number, (each, begun) in enumerate(zip(parts, running, strict=True)):
             with streams.on(on[number] if several else 1):
-                for at, places in enumerate(each.keys.foreign):
-                    place = each.places.start + places.start
-                    begun.part(1 + at, gathered, place, totals, place)
+                for at, (key, place) in enumerate(each.foreign):
+                    begun.part(at, gathered, key, totals, place)
         for stream in computing[0 if several else 1 :]:
             streams.after(COPY_STREAM, stream)
         with streams.on(COPY_STREAM):
             back.begin()
-            returning = group.gathering.returning([Partial(slice(0, task.plan.keys), *totals)])
+            returning = group.gathering.returning([Partial(slice(0, task.plan.keys), *totals)], own_first=True)
+        if not several:  # the launch over own keys would take all SMs if it began before that whose gradients are sent
+            streams.wait(0, foreign_begins)
         for number, (each, begun) in enumerate(zip(parts, running, strict=True)):
-            own, places = each.keys.last
             with streams.on(on[number]):
-                last, row = len(each.keys.launches) - 1, each.rows.start + own.start
-                begun.part(last, (k, v), row, totals, each.places.start + places.start)
+                begun.part(len(each.foreign), (k, v), each.rows.start, totals, each.rows.start)
                 if several:
                     begun.end()
         for stream in computing if several else (0,):

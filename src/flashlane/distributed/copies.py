@@ -157,8 +157,8 @@ class CopiedGathering(Gathering):
             ]  # fmt: skip
         return self.task.memo[key]
 
-    def returning(self, partials: list[Partial]) -> Returning:
-        return CopiedReturning(self.task, self, partials)
+    def returning(self, partials: list[Partial], own_first: bool = False) -> Returning:
+        return CopiedReturning(self.task, self, partials, own_first)
 
     def finish(self) -> None:
         offsets = self.route.gathered[self.task.rank].offsets
@@ -179,9 +179,11 @@ class CopiedGathering(Gathering):
 class CopiedReturning(Returning):
     """Gradients of a group of heads, which are copied to the ranks that hold their keys."""
 
-    def __init__(self, task: Task, gathering: CopiedGathering, partials: list[Partial]) -> None:
+    def __init__(
+        self, task: Task, gathering: CopiedGathering, partials: list[Partial], own_first: bool = False
+    ) -> None:
         self.exchange, self.group, self.route = gathering.back, gathering.group, gathering.route
-        super().__init__(task, gathering, partials)
+        super().__init__(task, gathering, partials, own_first)
 
     def _exchange(self) -> Pending:
         task = self.task
@@ -206,13 +208,14 @@ class CopiedReturning(Returning):
     def _moves(self, peer: int) -> list[Move] | None:
         """The copies of gradients to the peer that holds their keys; None where its rows are put together first."""
         batch = self.totals[0].shape[0]
-        key = CopiedReturning, self.route.shapes, self.group, peer
+        key = CopiedReturning, self.route.shapes, self.group, peer, self.own_first
         if key not in self.task.memo:
             offsets, moves = self.route.returned[peer].offsets, []
             for i, total in enumerate(self.totals):
                 place = offsets[self.group, i, self.task.rank]
                 for each in self.plan.received[peer]:
-                    moves.append(Move(i, place, each.key, each.count))
+                    row = self.plan.place(peer, each) if self.own_first else each.key
+                    moves.append(Move(i, place, row, each.count))
                     place += each.count * bytes_of_row(total)
             together = not apart(self.plan.received[peer], batch, FEW_COPIES)
             self.task.memo[key] = None if together else moves

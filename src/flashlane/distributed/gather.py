@@ -123,9 +123,10 @@ class Gathering:
                 self.arrived.append((peer, found))
         return comm.start(self.task.ranks, sends, receives, comm.label_of(self.task.call, "keys", self.backward))
 
-    def returning(self, partials: list[Partial]) -> Returning:
-        """Send the gradients of these keys and values to the ranks that hold them."""
-        return Returning(self.task, self, partials)
+    def returning(self, partials: list[Partial], own_first: bool = False) -> Returning:
+        """Send the gradients of these keys and values to the ranks that hold them; with ``own_first`` all rows are in
+        one partial, at the places of :meth:`GatherPlan.place`."""
+        return Returning(self.task, self, partials, own_first)
 
     def finish(self) -> None:
         """Wait, on the current stream, and copy the received rows to their places among the gathered ones."""
@@ -140,8 +141,8 @@ class Gathering:
 class Returning:
     """Gradients of gathered keys and values on their way to the ranks that hold them."""
 
-    def __init__(self, task: Task, gathering: Gathering, partials: list[Partial]) -> None:
-        self.task, self.plan = task, task.plan
+    def __init__(self, task: Task, gathering: Gathering, partials: list[Partial], own_first: bool = False) -> None:
+        self.task, self.plan, self.own_first = task, task.plan, own_first
         self.like = gathering.own
         self.totals = [self._total(like, partials, i) for i, like in enumerate(gathering.gathered)]
         self.kept: list[torch.Tensor] = []
@@ -174,8 +175,8 @@ class Returning:
 
     def _rows(self, peer: int) -> list[torch.Tensor]:
         """This rank's gradients of the keys that it received from a peer."""
-        keys = self.plan.index("received", "key", peer, self.like[0].device)
-        return [take_rows(t, keys).contiguous() for t in self.totals]
+        rows = self.plan.index("received", "place" if self.own_first else "key", peer, self.like[0].device)
+        return [take_rows(t, rows).contiguous() for t in self.totals]
 
     def finish(self) -> list[torch.Tensor]:
         """The gradients of this rank's k and v, summed over the ranks in their order, in the dtype of k and v."""
@@ -203,7 +204,10 @@ class Returning:
         for rows, of_ranks in self.plan.sums:
             for to, by_rank in targets:
                 places.append(rows_of(to, rows))
-                parts.append([rows_of(by_rank[rank], at) for rank, at in of_ranks])
+                parts.append(
+                    [rows_of(by_rank[rank], rows if self.own_first and rank == self.task.rank else at)
+                     for rank, at in of_ranks]
+                )  # fmt: skip
         if len(self.plan.sums) > FEW_SUMS:
             for number in range(1, max(map(len, parts))):
                 some = [each for each in parts if number < len(each)]
@@ -224,7 +228,8 @@ class Returning:
         for rank, parts in sorted(self.parts.items()):
             own = rank == self.task.rank
             rows = self.plan.index("received" if own else "sent", "row", rank, device)
-            part = take_rows(parts[i], self.plan.index("received", "key", rank, device)) if own else parts[i]
+            kind = "place" if self.own_first else "key"
+            part = take_rows(parts[i], self.plan.index("received", kind, rank, device)) if own else parts[i]
             add_rows(total, rows, part)
         return total.to(like.dtype)
 

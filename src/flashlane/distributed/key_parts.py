@@ -1,7 +1,8 @@
-"""The backward of a rank in parts of its keys: its own keys first, then those of other ranks, then the rest of its own.
+"""The backward of a rank in parts of its keys: those of other ranks first, then its own.
 
-The first part runs while the keys of other ranks are fetched, and the last one while their gradients are sent back. All
-parts add to one dQ, and each key's gradients are written by one launch.
+The keys of other ranks are fetched while the preprocess kernel runs, and their gradients are sent back while the part
+of the own keys runs, which is a plain causal problem over the rank's own rows. All parts add to one dQ, and each key's
+gradients are written by one launch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.plan import Division, GatherPlan, gather_calls, gather_plan
 
 MOST_DOCUMENTS = 16
-"""The most documents that have parts: each has five launches."""
+"""The most documents that have parts: each has four launches."""
 FEWEST_QUERIES = 192 * 1024
 """The fewest queries of a rank, times heads, of a backward in parts. With 4,096 tokens a GPU and 32 heads the host was
 the bound, and parts took 14 % longer; with 8,192 they saved 5 % (benchmarks/results/two_gpus_profile.json)."""
@@ -36,14 +37,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class KeysOfRank:
     """A rank's gathered keys in parts, under a causal mask without a left side."""
 
-    first: tuple[slice, slice]
-    """Rows of the rank's own keys and the same among the gathered ones: those of its later chunk."""
     foreign: tuple[slice, ...]
     """The gathered keys of other ranks."""
-    last: tuple[slice, slice]
-    """Like ``first``: those of its earlier chunk."""
     launches: tuple[KeyPart, ...]
-    """Of ``first``, of each of ``foreign``, and of ``last``."""
+    """Of each of ``foreign``, and of all own keys."""
 
 
 def keys_of_rank(plan: GatherPlan, calls: Calls) -> KeysOfRank | None:
@@ -70,13 +67,7 @@ def keys_of_rank(plan: GatherPlan, calls: Calls) -> KeysOfRank | None:
         return None
     of_keys = [KeyPart(each.stop - each.start, QueryRanges(rows, tuple(base - each.start for base in bases)))
                for each in foreign]  # fmt: skip
-    parts = (
-        KeyPart(calls.rows - rows, QueryRanges(rows, (-rows, 0))),
-        *of_keys,
-        KeyPart(rows, QueryRanges(rows, (0, rows))),
-    )
-    first = slice(rows, calls.rows), slice(later, later + calls.rows - rows)
-    return KeysOfRank(first, foreign, (slice(0, rows), slice(bases[0], bases[0] + rows)), parts)
+    return KeysOfRank(foreign, (*of_keys, KeyPart(calls.rows, QueryRanges(rows, (0, rows)))))
 
 
 def _two_ranges(blocks: Sequence[Block], calls: Calls) -> tuple[int, tuple[int, int]] | None:
@@ -103,10 +94,8 @@ class PartsOfDocument:
 
     rows: slice
     """Of the rank's queries and own keys."""
-    places: slice
-    """Of its gathered keys among those of all documents."""
-    keys: KeysOfRank
-    """Counted from ``rows`` and ``places``."""
+    foreign: tuple[tuple[int, int], ...]
+    """Of each part of other ranks' keys, its first gathered key and its place (:meth:`GatherPlan.place`)."""
     prepared: Any
     """What :meth:`~flashlane.core.registry.BackwardKernel.prepare_parts` gave."""
 
@@ -116,7 +105,8 @@ PartedBackward = tuple[PartsOfDocument, ...]
 
 
 def totals_of(k: torch.Tensor, v: torch.Tensor, count: int) -> Pair:
-    """Tensors for the gradients of all ``count`` gathered keys and values, in f32; of one shape they are one tensor."""
+    """Tensors for the gradients of all ``count`` gathered keys and values, in f32; those of one shape are
+    one tensor."""
     shapes = [(t.shape[0], count, *t.shape[2:]) for t in (k, v)]
     dtype = compute_dtype(k.dtype)
     if shapes[0] == shapes[1]:
@@ -159,20 +149,23 @@ def _prepared(
     if len(lengths) > MOST_DOCUMENTS or (len(lengths) > 1 and not shards_by_document):
         return None
     found: list[PartsOfDocument] = []
+    everything = gather_plan(division, rank)
     row = key = 0
     for length in lengths:
         of_one = division if len(lengths) == 1 else replace(division, lengths=(length,))
         plan, calls = gather_plan(of_one, rank), gather_calls(of_one, rank, True, False)
-        rows, places = slice(row, row + calls.rows), slice(key, key + plan.keys)
-        row, key = rows.stop, places.stop
+        rows, first_key = slice(row, row + calls.rows), key
+        row, key = rows.stop, key + plan.keys
         if not calls.rows and not plan.keys:
             continue
         keys = keys_of_rank(plan, calls)
         prepared = None if keys is None else _prepare_document(keys, [t[:, rows] for t in tensors], settings)
         if keys is None or prepared is None:
             return None
-        found.append(PartsOfDocument(rows, places, keys, prepared))
-    if not found or row != tensors[0].shape[1] or key != gather_plan(division, rank).keys:
+        firsts = [first_key + each.start for each in keys.foreign]
+        places = [everything.behind_own(each) for each in firsts]
+        found.append(PartsOfDocument(rows, tuple(zip(firsts, places, strict=True)), prepared))
+    if not found or row != tensors[0].shape[1] or key != everything.keys:
         return None
     return tuple(sorted(found, key=lambda each: each.rows.start - each.rows.stop))
 

@@ -121,16 +121,27 @@ class GatherPlan:
 
         Args:
             side: "received" or "sent".
-            kind: "row" for rows of the shard, "key" for rows of the gathered keys.
+            kind: "row" for rows of the shard, "key" for rows of the gathered keys, "place" for those of :meth:`place`.
             peer: the other rank.
             device: the device of the indices.
         """
         name = side, kind, peer, device
         if name not in self.indices:
             segments = getattr(self, side)[peer]
-            ranges = [range(first, first + each.count) for each in segments for first in (getattr(each, kind),)]
+            ranges = [
+                range(first, first + each.count)
+                for each in segments for first in (self.place(peer, each) if kind == "place" else getattr(each, kind),)
+            ]  # fmt: skip
             self.indices[name] = rows_index(ranges, device)
         return self.indices[name]
+
+    def place(self, sender: int, segment: Segment) -> int:
+        """Where a segment of gathered keys begins if this rank's own keys come first, in the order of its shard."""
+        return segment.row if sender == self.rank else self.behind_own(segment.key)
+
+    def behind_own(self, key: int) -> int:
+        """:meth:`place` of a gathered key of another rank."""
+        return key + sum(each.count for each in self.received[self.rank] if each.key > key)
 
     @functools.cached_property
     def sums(self) -> tuple[Sum, ...]:

@@ -13,7 +13,7 @@ from flashlane.core.ranges import KeyPart, QueryRanges
 from flashlane.core.registry import BackwardKernel
 from flashlane.distributed.key_parts import KeysOfRank, keys_of_rank
 from flashlane.distributed.layout import rows_of, token_indices
-from flashlane.distributed.plan import Division, gather_calls, gather_plan
+from flashlane.distributed.plan import Division, Segment, gather_calls, gather_plan
 from flashlane.kernels.hopper.backward.kernel import KERNEL, config_of_rank
 from flashlane.kernels.hopper.backward.launch import COUNTERS
 from flashlane.kernels.hopper.backward.parts import COUNTERS_OF_A_PART, BackwardParts
@@ -53,20 +53,27 @@ def test_what_has_no_parts() -> None:
 
 
 def of_rank(
-    keys: KeysOfRank, problem: AttentionProblem, local: list[torch.Tensor], gathered: list[torch.Tensor]
+    keys: KeysOfRank,
+    own_keys: tuple[Segment, ...],
+    problem: AttentionProblem,
+    local: list[torch.Tensor],
+    gathered: list[torch.Tensor],
 ) -> list[torch.Tensor]:
     """dq, and dk and dv of all gathered keys; the tensors are q, k, v, out, lse and do of the rank."""
     q, k, v, out, lse, do = local
     prepared = KERNEL.prepare_parts(problem, Inputs(q, k, v), keys.launches)
     dq = torch.full_like(q, torch.nan)
-    totals = [torch.full(t.shape, torch.nan, dtype=torch.float32, device=HERE) for t in gathered]
+    totals, of_own = (
+        [torch.full(t.shape, torch.nan, dtype=torch.float32, device=HERE) for t in some] for some in (gathered, (k, v))
+    )
     running = prepared.begin(q, out, lse, do, dq)
-    last = len(keys.launches) - 1
-    for number, (rows, places) in ((0, keys.first), (last, keys.last)):
-        running.part(number, (k, v), rows.start, totals, places.start)
     for number, places in enumerate(keys.foreign):
-        running.part(1 + number, gathered, places.start, totals, places.start)
+        running.part(number, gathered, places.start, totals, places.start)
+    running.part(len(keys.foreign), (k, v), 0, of_own, 0)
     running.end()
+    for total, own in zip(totals, of_own, strict=True):
+        for row, key, count in own_keys:
+            total[:, key : key + count] = own[:, row : row + count]
     return [dq, *totals]
 
 
@@ -107,7 +114,7 @@ def test_all_ranks_against_f64(layout: str, tokens: int, ranks: int, heads: tupl
             local += [lse.index_select(2, own), do.index_select(1, own)]
             of_rank_problem = replace(problem, seqlen_q=len(own), seqlen_k=len(own), needs_grad=True)
             gathered = [t.index_select(1, places) for t in (k, v)]
-            grads = of_rank(keys, of_rank_problem, local, gathered)
+            grads = of_rank(keys, plan.received[rank], of_rank_problem, local, gathered)
         found[0].index_add_(1, own, grads[0].float())
         for total, grad in zip(found[1:], grads[1:], strict=True):
             total.index_add_(1, places, grad.float())
