@@ -36,7 +36,7 @@ from flashlane.distributed.key_parts import PartedBackward, parted_backward, tot
 from flashlane.distributed.launches import Launch, Pair, RangedLaunch, launches_of, ranged_backward_of
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.peer_memory import Exchange
-from flashlane.distributed.polled import ChunkGathering, polled_launch, run_polled
+from flashlane.distributed.polled import MORE_STREAMS, ChunkGathering, polled_launch, run_polled
 from flashlane.distributed.streams import COMPUTE_STREAMS, COPY_STREAM, CallStreams
 from flashlane.ops import torch_rules
 
@@ -111,9 +111,7 @@ def _polled(
     exchanges: list[Exchange],
 ) -> tuple[ChunkGathering, RangedRepeat | None]:
     """Enqueue the sending of all chunks; they, and what computes while they come, where a kernel does."""
-    with streams.on(COPY_STREAM):
-        exchanges[0].begin()
-        arriving_chunks = ChunkGathering(task, k, v, exchanges, Route.of(task, (0, k.shape[2]), k, v))
+    arriving_chunks = ChunkGathering(task, k, v, exchanges, Route.of(task, (0, k.shape[2]), k, v), streams)
     streams.keep(arriving_chunks)
     return arriving_chunks, polled_launch(task, calls, q, arriving_chunks, out)
 
@@ -173,7 +171,7 @@ class GatherAttention(torch.autograd.Function):
                 k.contiguous(),
                 v.contiguous(),
             )  # before the streams part: a kernel on that of copies might find no SM
-        streams = CallStreams(q.device)
+        streams = CallStreams(q.device, MORE_STREAMS if task.in_chunks else 0)
         arriving_chunks, polled = (
             _polled(task, calls, q, k, v, out, streams, exchanges) if task.in_chunks else (None, None)
         )

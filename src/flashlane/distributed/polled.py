@@ -33,31 +33,54 @@ from flashlane.distributed.ranged import (
     edges_of,
     prepare_ranged,
 )
+from flashlane.distributed.streams import COPY_STREAM, CallStreams
 
+MORE_STREAMS = 1
+"""The streams of a call that copy chunks, besides the one of all calls."""
 FEW_EDGES = 4
 """Up to so many edges, those of keys and of values counted apart, are copied one by one; more of them by one kernel."""
 
 
 class ChunkGathering(CopiedGathering):
-    """Keys and values of all heads, which the other ranks copy here chunk by chunk."""
+    """Keys and values of all heads, which the other ranks copy here chunk by chunk.
 
-    def __init__(self, task: Task, k: torch.Tensor, v: torch.Tensor, exchanges: list[Exchange], route: Route) -> None:
-        self.arriving_chunks = _arriving_chunks(task, task.rank)
+    Chunks are sent on two streams in turn, so that one begins while the end of another is on its way.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        exchanges: list[Exchange],
+        route: Route,
+        streams: CallStreams,
+    ) -> None:
+        self.arriving_chunks, self.streams = _arriving_chunks(task, task.rank), streams
         super().__init__(task, k, v, 0, exchanges, route)
 
     def _start(self) -> Pending:
         task = self.task
         key = ChunkGathering, "sent", self.shapes
         if key not in task.memo:
-            task.memo[key] = [
+            chunks = [
                 (peer, each.number, self._moves_of(peer, [each.segment]))
                 for peer in task.others for each in _arriving_chunks(task, peer) if each.sender == task.rank
             ]  # fmt: skip
-        for peer, number, moves in task.memo[key]:
+            task.memo[key] = chunks[::2], chunks[1::2]
+        for stream, chunks in zip((COPY_STREAM, *self.streams.more), task.memo[key], strict=True):
+            if chunks:
+                with self.streams.on(stream):
+                    self._send(chunks)
+        return Pending(())
+
+    def _send(self, chunks: list[tuple[int, int, list[Move]]]) -> None:
+        """Enqueue chunks, each with its peer, its number and its copies, when all ranks have left this half."""
+        self.exchange.begin()
+        for peer, number, moves in chunks:
             for i, place, row, count in moves:
                 self.exchange.send_rows(peer, place, self.own[i], row, count)
             self.exchange.arrive(peer, number)
-        return Pending(())
 
     def _moves_of(self, rank: int, segments: Iterable[Segment]) -> list[Move]:
         """The copies of segments of this rank's keys and values to their places among the gathered ones of a rank."""

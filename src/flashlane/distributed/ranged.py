@@ -19,10 +19,11 @@ from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import MOST_GROUPS, flag_of
 from flashlane.distributed.plan import Division, GatherPlan, Segment, gather_plan
 
-FEWEST_ROWS = 2048
-"""The number of rows of a chunk, before it is doubled to get few enough chunks. A copy of the keys of 1024 rows with 8
-heads takes 8 µs, and 5 to 6 µs pass before the next copy begins, so that they come at half the rate of large copies and
-slower than a tile of a forward reads them (benchmarks/results/two_gpus_profile.json)."""
+FEWEST_ROWS, MOST_COPIES = 512, 8
+"""The fewest rows of a chunk, and the most chunks into which the keys that a rank receives are cut if they are larger;
+rows are doubled to get few enough chunks for a launch. A tile reads its rank's own keys first. Meanwhile a chunk must
+come, and own keys grow with those of others. A copy of 1,024 rows with 8 heads takes 8 µs, and 5 to 6 µs pass before
+the next one of its stream begins: chunks are sent on two streams in turn."""
 
 
 class ArrivingChunk(NamedTuple):
@@ -164,7 +165,7 @@ def arriving_chunks_of(division: Division, rank: int) -> tuple[ArrivingChunk, ..
     plan = gather_plan(division, rank)
     local_chunks = len(plan.received[rank])
     foreign = [(sender, each) for sender, found in enumerate(plan.received) if sender != rank for each in found]
-    rows = FEWEST_ROWS
+    rows = max(FEWEST_ROWS, -(-sum(each.count for _, each in foreign) // MOST_COPIES))
     while True:
         arriving_chunks = [(sender, chunk) for sender, each in foreign for chunk in _cut(each, rows)]
         senders = [sender for sender, _ in arriving_chunks]
