@@ -172,7 +172,10 @@ class HopperForward(DeviceKernel):
         dense = ranged.as_dense(problem, ranges, inputs, arriving)
         if dense is not None and _config(dense).cluster == 1:  # clusters would wait for keys together
             problem = dense
-        return ranged.prepare(_config(problem), problem, ranges, inputs, out, arriving)
+        config = _config(problem)
+        if problem.varlen and tile_scheduler.in_sections(problem):
+            config = replace(config, heads_per_section=select.fastest_section(ranged.longest(problem, ranges), config))
+        return ranged.prepare(config, problem, ranges, inputs, out, arriving)
 
     def run(
         self, config: HopperConfig, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor

@@ -121,6 +121,13 @@ def as_dense(
     return replace(problem, batch=1, varlen=False, seqlen_q=first.q_stop, seqlen_k=first.k_stop)
 
 
+def longest(problem: AttentionProblem, ranges: Ranges) -> AttentionProblem:
+    """The range with most work as a dense problem: its heads are those that run at once for most of the time."""
+    first = ranges.sequences[0]
+    rows, keys = first.q_stop - first.q_first, first.k_stop - first.k_first
+    return replace(problem, batch=1, varlen=False, seqlen_q=rows, seqlen_k=keys)
+
+
 def prepare(
     config: HopperConfig,
     problem: AttentionProblem,

@@ -127,6 +127,11 @@ def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:
     return makespan.section_sizes(heads, sharing, SHARED_HEADS)
 
 
+def fastest_section(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Of :func:`section_sizes`, that with the least predicted time of a dense problem."""
+    return min(section_sizes(problem, config), key=cost.Launch(problem, config, 1).predicted)
+
+
 def config_of_shape(shape: tiles.TileShape, problem: AttentionProblem) -> HopperConfig:
     """A tile with what a problem needs."""
     config = specialise(_config_of(shape, problem.dtype_name, problem.head_dim, problem.head_dim_v), problem)
