@@ -82,4 +82,4 @@ def test_unknown_parts_are_refused(ahead: ModuleType, capsys: pytest.CaptureFixt
     for parts in ("", "hopper,all"):
         with pytest.raises(SystemExit) as ended:
             ahead.main(["--parts", parts])
-        assert ended.value.code == 2 and "it may hold hopper, tests, mma" in capsys.readouterr().err
+        assert ended.value.code == 2 and "it may hold hopper, tests, ranks, mma" in capsys.readouterr().err
