@@ -81,7 +81,8 @@ def always_split(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles are split wherever they may be, as if that cost nothing."""
     registry.changed()
     with monkeypatch.context() as patch:
-        for cost in ("START", "WAIT", "ADD", "LEAST_SAVING", "LEAST_OF_LONG_TILES", "LEAST_OF_PACKED"):
+        costs = ("START", "CLUSTER_START", "WAIT", "ADD")
+        for cost in (*costs, "LEAST_SAVING", "LEAST_OF_MASKED", "LEAST_OF_MORE", "LEAST_OF_PACKED"):
             patch.setattr(split_q, cost, 0.0)
         yield
     registry.changed()

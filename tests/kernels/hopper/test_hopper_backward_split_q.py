@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from dataclasses import replace
@@ -11,14 +12,18 @@ import pytest
 import torch
 
 from flashlane import jit
+from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward import split_q
-from flashlane.kernels.hopper.backward.head_swizzle import steps_of
+from flashlane.kernels.hopper.backward.config import GradientConfig
+from flashlane.kernels.hopper.backward.head_swizzle import crowding, steps_of
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
-from flashlane.kernels.hopper.backward.split_q import MAX_BYTES, MAX_SPLITS, SplitQ, split_of
+from flashlane.kernels.hopper.backward.select import DESIGNS, config_of
+from flashlane.kernels.hopper.backward.split_q import MAX_BYTES, MAX_SPLITS, SplitQ, TileOrder, order_of, split_of
+from flashlane.kernels.makespan import sections_of
 
 SMS = 132
 
@@ -48,19 +53,69 @@ def test_all_of_few_tiles_are_split() -> None:
     assert split(asked(batch=1, heads=1, kv_heads=1, seqlen=100)) == SplitQ(), "two steps"
 
 
-def test_all_tiles_are_split_where_one_of_them_is_longer_than_an_even_division() -> None:
+def test_tiles_are_split_where_one_of_them_is_longer_than_an_even_division() -> None:
     """42 n-blocks of 5 heads are 210 tiles: the longest takes 530 steps, and an even division among the SMs 430."""
     grouped = asked(batch=1, heads=40, kv_heads=5, seqlen=5270, window_right=0)
     assert split(grouped) == SplitQ(210, 2)
-    assert split(grouped, sms=66) == SplitQ(), "the longest are done when the others are"
     assert split(replace(grouped, window_right=-1)).tiles == 210 - SMS
     assert split(asked(batch=1, heads=8, seqlen=4096, window_right=0)) == SplitQ(), "256 tiles"
 
 
-def test_splitting_long_tiles_is_worth_what_the_prediction_may_be_wrong_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def simulated(problem: AttentionProblem, config: GradientConfig, workers: int, order: TileOrder) -> float:
+    """Steps until the last tile of a launch is done, all of whose tiles are simulated."""
+    steps, heads = steps_of(problem, config.block_m, config.block_n), problem.kv_heads * problem.batch
+    tiles = split_q.last_tiles(steps, sections_of(heads, order.heads_per_section), heads * len(steps))
+    start = split_q.CLUSTER_START if config.design == "two_cta" else split_q.START
+    ends = [0.0] * workers
+    for number, count in enumerate(tiles):
+        each, splits = [count + start], order.split.splits
+        if number >= len(tiles) - order.split.tiles and splits > 1:
+            each = [math.ceil(count / splits) + start] * splits
+            each[-1] += split_q.WAIT + split_q.ADD * (splits - 1)
+        for cost in each:
+            heapq.heapreplace(ends, ends[0] + cost)
+    return max(ends) * crowding(problem, order.heads_per_section, workers)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("head_dim", [64, 88, 128, 192])
+@pytest.mark.parametrize("right", [-1, 0])
+def test_splits_of_grouped_heads_end_near_an_even_division(batch: int, head_dim: int, right: int) -> None:
+    """Without splits a launch of one to three rounds of such tiles ends up to twice as late."""
+    problem = asked(head_dim, batch=batch, heads=8, kv_heads=1, seqlen=10930, window_right=right)
+    problem = replace(problem, seqlen_q=5591)
+    config = config_of(problem)
+    workers = SMS // 2 if config.design == "two_cta" else SMS
+    found = order_of(problem, config, workers)
+    steps = steps_of(problem, config.block_m, config.block_n)
+    start = split_q.CLUSTER_START if config.design == "two_cta" else split_q.START
+    even = batch * sum(count + start for count in steps) / workers
+    time = simulated(problem, config, workers, found)
+    assert time <= 1.08 * even, found
+    whole = simulated(problem, config, workers, TileOrder(found.heads_per_section))
+    assert time <= whole, found
+    assert config.split_q == (found.split.splits > 1)
+
+
+def test_a_launch_has_the_heads_of_a_section_that_its_splits_were_chosen_with() -> None:
+    problem = asked(batch=7, heads=8, kv_heads=2, seqlen=2975, window_right=0)
+    config = config_of(problem)
+    found = order_of(problem, config, SMS)
+    sizes = DESIGNS[config.design].schedule(config, problem, SMS).gradients[0].sizes
+    assert found.split.splits > 1 and sizes["heads_per_section"] == found.heads_per_section == 14
+    assert (sizes["first_tiles"], sizes["splits"]) == (sizes["tiles"] - found.split.tiles, found.split.splits)
+    given = replace(config, heads_per_section=7)
+    assert order_of(problem, given, SMS).heads_per_section == 7
+
+
+def test_splitting_is_worth_what_kernels_of_splits_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     grouped = asked(batch=1, heads=40, kv_heads=5, seqlen=5270, window_right=0)
-    monkeypatch.setattr(split_q, "LEAST_OF_LONG_TILES", 0.2)
+    monkeypatch.setattr(split_q, "LEAST_OF_MASKED", 0.2)
+    registry.changed()
     assert split(grouped) == SplitQ(), "it saves 16 %"
+    monkeypatch.undo()
+    registry.changed()
+    assert split(grouped) != SplitQ()
 
 
 def packed(longest: int, batch: int, heads: int, kv_heads: int, **more: Any) -> AttentionProblem:

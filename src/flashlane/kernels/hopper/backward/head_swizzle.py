@@ -98,16 +98,25 @@ def fastest_section(problem: AttentionProblem, steps: Sequence[int], workers: in
     """
     heads = problem.kv_heads * problem.batch
     costs = [count + BETWEEN_TILES for count in steps]
-    mebibytes = _bytes_of_head(problem) / 2**20
 
     def time(section: int) -> float:
-        crowd = max(0, min(section, workers) - AT_NO_COST) / workers
-        slower = CROWDING * crowd if section * mebibytes > RESIDENT_MIB else 0.0
-        return makespan(costs, sections_of(heads, section), workers) * (1 + slower)
+        return makespan(costs, sections_of(heads, section), workers) * crowding(problem, section, workers)
 
-    sizes = section_sizes(heads, 1, COMPARED)
+    return min(compared_sections(problem), key=time)
+
+
+def compared_sections(problem: AttentionProblem) -> Sequence[int]:
+    """Heads of the sections that are worth comparing where :func:`by_model` is true."""
+    sizes = section_sizes(problem.kv_heads * problem.batch, 1, COMPARED)
     # A window's tiles are nearly alike, so that heads one after the other may end as evenly.
-    return min(sizes if is_causal(problem) else (1, *sizes), key=time)
+    return sizes if is_causal(problem) else (1, *sizes)
+
+
+def crowding(problem: AttentionProblem, section: int, workers: int) -> float:
+    """Times as long as a launch takes with so many heads in a section, because their Q, dO and dQ are not resident."""
+    if section * _bytes_of_head(problem) <= RESIDENT_MIB * 2**20:
+        return 1.0
+    return 1 + CROWDING * max(0, min(section, workers) - AT_NO_COST) / workers
 
 
 def _bytes_of_head(problem: AttentionProblem) -> int:

@@ -10,6 +10,7 @@ as long as all others together do on 132 SMs. So the tiles of the longest sequen
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,17 +18,23 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.core.ranges import QueryRanges
 from flashlane.core.registry import memoised
 from flashlane.kernels.hopper.backward.config import CONSUMERS, GradientConfig
-from flashlane.kernels.hopper.backward.head_swizzle import fastest_section, steps_of
+from flashlane.kernels.hopper.backward.head_swizzle import by_model, compared_sections, crowding, steps_of
 from flashlane.kernels.makespan import makespan, sections_of
 
-MAX_SPLITS = 4
-"""Parts of a tile; with more, each begins and ends for too few steps (notebook 0011)."""
+MAX_SPLITS, MAX_SPLITS_OF_PACKED = 8, 4
+"""Parts of a tile."""
 START, WAIT, ADD = 2.0, 1.5, 1.0
 """Steps that it takes to begin and end a split, to wait for the other splits, and to add what one of them made."""
-LEAST_SAVING = 0.01
-"""Least part of a launch's time that splitting must save."""
-LEAST_OF_LONG_TILES = 0.05
-"""The same where tiles are no fewer than SMs, under a causal mask: there the prediction was compared with no timing."""
+CLUSTER_START = 3.6
+"""The same as :data:`START` for clusters: 7.1 µs at D 192 (``design_cost.py``)."""
+LEAST_SAVING, LEAST_OF_MASKED = 0.01, 0.03
+"""Least part of a launch's time that splitting must save, without a mask and with one, where tiles are of unlike
+length. Kernels with splits take up to 1.2 % longer where nothing is split (notebook 0027)."""
+LEAST_OF_MORE = 0.005
+"""Least part that splits must save which add more work than others do."""
+SIMULATED = 2000
+"""Last tiles of a launch that are simulated besides those that are split, under a mask. With 400 of 430 tiles what
+splits save was predicted at 0.99, and found at 1.07 (notebook 0030)."""
 MAX_BYTES = 40 << 20
 """The most bytes of device memory for the splits' dK and dV; of packed sequences what dQ takes in f32, if more."""
 LEAST_OF_PACKED = 0.05
@@ -88,45 +95,122 @@ def split_of(
         alike = replace(problem, seqlen_q=coarse(queries), seqlen_k=coarse(keys))
         all_queries, all_keys = total or (queries, keys)
         return _split_of_packed(alike, config, workers, (coarse(all_queries), coarse(all_keys)))
-    tiles = -(-problem.seqlen_k // config.block_n) * problem.kv_heads * problem.batch
-    causal, few = problem.window_right >= 0, tiles < workers
-    to_split = tiles if few or causal else tiles % workers
-    if to_split == 0:
-        return WHOLE_TILES
-    steps = steps_of(problem, config.block_m, config.block_n, ranges)
-    longest, average = max(steps), sum(steps) / len(steps)
-    if not 1 < longest <= MAX_STEPS or (causal and not few and longest + START <= tiles * (average + START) / workers):
-        return WHOLE_TILES
-    section = fastest_section(problem, steps, workers) if causal and not few else 0
-
-    def rest_takes(splits: int) -> float:
-        """Steps until the last of the tiles that may be split is done."""
-        if section:
-            return makespan(_costs(steps, splits), sections_of(problem.kv_heads * problem.batch, section), workers)
-        each = -(-longest // splits) + START
-        if splits == 1:
-            return each
-        if causal:  # the short ones fill what the long ones leave
-            each = max(each, to_split * (average + splits * START) / workers)
-        else:
-            each *= -(-to_split * splits // workers)
-        return each + WAIT + ADD * (splits - 1)
-
-    split_bytes = 4 * config.block_n * (config.head_dim + config.head_dim_v)
-    most = min(MAX_SPLITS, longest, 1 + MAX_BYTES // (split_bytes * to_split))
-    best = min(range(1, most + 1), key=rest_takes)
-    before = 0.0 if section else tiles // workers * (longest + START)
-    least = LEAST_OF_LONG_TILES if section else LEAST_SAVING
-    if rest_takes(1) - rest_takes(best) <= least * (before + rest_takes(1)):
-        return WHOLE_TILES
-    return SplitQ(to_split, best)
+    return order_of(problem, config, workers, ranges).split
 
 
-def _costs(steps: Sequence[int], splits: int) -> list[float]:
+@dataclass(frozen=True)
+class TileOrder:
+    """In which order a launch takes its tiles, and which of them are split."""
+
+    heads_per_section: int
+    split: SplitQ = WHOLE_TILES
+
+
+def order_of(
+    problem: AttentionProblem, config: GradientConfig, workers: int, ranges: QueryRanges | None = None
+) -> TileOrder:
+    """The order and the splits with which a launch of dense tensors is predicted to be done first.
+
+    Args:
+        problem: the attention problem, without a left side of its window and with additions in any order.
+        config: the tile; where it has heads of a section, no others are compared.
+        workers: CTAs, or clusters, that take tiles.
+        ranges: of the queries, where they are two.
+    """
+    start = CLUSTER_START if config.design == "two_cta" else START
+    return _order_of(problem, config.block_m, config.block_n, config.heads_per_section, workers, start, ranges)
+
+
+@memoised
+def _order_of(
+    problem: AttentionProblem,
+    block_m: int,
+    block_n: int,
+    section: int,
+    workers: int,
+    start: float,
+    ranges: QueryRanges | None,
+) -> TileOrder:
+    steps, heads = steps_of(problem, block_m, block_n, ranges), problem.kv_heads * problem.batch
+    tiles, longest = heads * len(steps), max(steps, default=0)
+    masked = by_model(problem)
+    compared = [section] if section else compared_sections(problem) if masked else [1]
+    costs = [count + start for count in steps]
+
+    def whole(section: int) -> float:
+        if not masked:  # tiles of one length, which end together
+            return -(-tiles // workers) * (longest + start)
+        return makespan(costs, sections_of(heads, section), workers, SIMULATED) * crowding(problem, section, workers)
+
+    found = TileOrder(min(compared, key=whole))
+    least = (1 - (LEAST_OF_MASKED if masked else LEAST_SAVING)) * whole(found.heads_per_section)
+    even = heads * sum(costs) / workers
+    if not 1 < longest <= MAX_STEPS or even >= least:
+        return found
+    most = MAX_BYTES // (4 * block_n * (problem.head_dim + problem.head_dim_v))
+    candidates = []
+    for section in compared:
+        slower = crowding(problem, section, workers)
+        last = sections_of(heads, section)[-1] * len(steps)
+        for to_split in {tiles % workers, tiles % workers + workers, last, tiles} - {0}:
+            if to_split <= tiles:
+                for splits in range(2, min(MAX_SPLITS, longest, 1 + most // to_split) + 1):
+                    added = to_split * (sum(_costs([0], splits, start)) - start) / workers
+                    candidates.append(((even + added) * slower, section, to_split, splits))
+    for at_least, section, to_split, splits in sorted(candidates):
+        if at_least >= least:
+            break
+        simulated = to_split + (SIMULATED if masked else (tiles - to_split) % workers)
+        order = last_tiles(steps, sections_of(heads, section), simulated)
+        before = even - (sum(order) + start * len(order)) / workers
+        spread = masked and len(order) < tiles
+        time = before + _ends_after(order, to_split, splits, workers, start, spread)
+        time *= crowding(problem, section, workers)
+        if time < least:
+            least, found = (1 - LEAST_OF_MORE) * time, TileOrder(section, SplitQ(to_split, splits))
+    return found
+
+
+def last_tiles(steps: Sequence[int], sections: Sequence[int], count: int) -> list[int]:
+    """Steps of so many of a launch's last tiles, or of all, in the order in which they are taken."""
+    found: list[int] = []
+    for heads in reversed(sections):
+        for each in reversed(steps):
+            found += [each] * min(heads, count - len(found))
+            if len(found) == count:
+                return found[::-1]
+    return found[::-1]
+
+
+def _ends_after(order: Sequence[int], to_split: int, splits: int, workers: int, start: float, spread: bool) -> float:
+    """When the last of these tiles is done, of which the last ones are split.
+
+    Args:
+        order: steps of the tiles.
+        to_split: tiles that are split.
+        splits: of each of them.
+        workers: that take tiles.
+        start: what a tile takes besides its steps.
+        spread: they begin at unlike times, as they end with tiles before these, and not at once.
+    """
+    whole = len(order) - to_split
+    width = (order[0] + start) / workers if spread else 0.0
+    ends = [width * (i + 0.5 - workers / 2) for i in range(workers)]
+    for count in order[:whole]:
+        heapq.heapreplace(ends, ends[0] + count + start)
+    of_steps = {count: _costs([count], splits, start) for count in set(order[whole:])}
+    for count in order[whole:]:
+        for cost in of_steps[count]:
+            heapq.heapreplace(ends, ends[0] + cost)
+    return max(ends)
+
+
+def _costs(steps: Sequence[int], splits: int, start: float | None = None) -> list[float]:
     """What the splits of a head's tiles take, in their order; the last one of a tile also adds what the others made."""
+    start = START if start is None else start
     if splits == 1:
-        return [count + START for count in steps]
-    ends = [START] * (splits - 1) + [START + WAIT + ADD * (splits - 1)]
+        return [count + start for count in steps]
+    ends = [start] * (splits - 1) + [start + WAIT + ADD * (splits - 1)]
     return [-(-count // splits) + end for count in steps for end in ends]
 
 
@@ -161,7 +245,7 @@ def _split_of_packed(problem: AttentionProblem, config: GradientConfig, workers:
         return WHOLE_TILES
     sequences, tiles = 1, len(steps[0]) * problem.kv_heads
     while True:
-        for splits in range(2, MAX_SPLITS + 1):
+        for splits in range(2, MAX_SPLITS_OF_PACKED + 1):
             if tiles * (splits - 1) <= most_splits and (time := takes(sequences, splits)) < best:
                 best, choice = time, SplitQ(tiles, splits)
         if sequences == len(steps):

@@ -10,7 +10,7 @@ from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, in_kernel_dq_of
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
-from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, split_of
+from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, order_of, split_of
 
 
 def schedule(
@@ -32,7 +32,10 @@ def schedule(
     split = split_of(problem, config, sms, ranges, total) if config.split_q else WHOLE_TILES
     n_block_range = tiles_of(problem, config)
     n_blocks = len(n_block_range)
-    section = config.heads_per_section or _section(config, problem, n_block_range, sms, ranges)
+    section = config.heads_per_section
+    if split.splits > 1 and not problem.varlen:
+        section = order_of(problem, config, sms, ranges).heads_per_section
+    section = section or _section(config, problem, n_block_range, sms, ranges)
     in_kernel = in_kernel_dq_of(problem, config.block_n, section, sms) if config.in_kernel_dq else OWN_LAUNCHES
     if config.in_kernel_zeros:
         in_kernel = zeros_of(problem, config.block_n, section, sms, own_tiles=True)

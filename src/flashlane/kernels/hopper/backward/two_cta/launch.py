@@ -15,7 +15,7 @@ from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_of
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
-from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, split_of
+from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, order_of, split_of
 from flashlane.kernels.hopper.backward.two_cta.config import CTAS, TwoCtaConfig, refusal
 
 
@@ -39,13 +39,15 @@ def schedule(
     n_block_range = tiles_of(problem, config)
     n_blocks = len(n_block_range)
     tiles = n_blocks * problem.kv_heads * problem.batch
+    split = split_of(problem, config, sms // CTAS, total=total) if config.split_q else WHOLE_TILES
     section = config.heads_per_section
+    if split.splits > 1 and not problem.varlen:
+        section = order_of(problem, config, sms // CTAS).heads_per_section
     # Under a window, clusters ended as early with the heads one after the other (notebook 0026).
     if not section and is_causal(problem) and by_model(problem):
         section = fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms // CTAS)
     section = section or two_cta_heads_per_section(problem)
     sizes = {"blocks": n_blocks, "first_block": n_block_range.start, "tiles": tiles, "heads_per_section": section}
-    split = split_of(problem, config, sms // CTAS, total=total) if config.split_q else WHOLE_TILES
     sizes |= split.sizes(tiles, problem.varlen)
     grid = CTAS * min(tiles + split.partials, sms // CTAS), 1, 1
     # Each CTA loads half of the rows of Q and dO.
