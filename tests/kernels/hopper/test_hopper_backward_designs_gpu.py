@@ -179,12 +179,15 @@ def test_in_kernel_dq_on_several_streams_at_once(always_in_kernel: None) -> None
         assert float((again.q.float() - right.q.float()).norm() / right.q.float().norm()) < 3e-3
 
 
-STAGED = tuple(Variant(BF16, head_dim, mask=mask) for head_dim in (64, 128) for mask in ("full", "right", "both"))
+MASKS = ("full", "right", "both")
+STAGED = tuple(Variant(BF16, head_dim, mask=mask) for head_dim in (64, 128) for mask in MASKS)
 STAGED += (Variant(F16, 40, mask="right"), Variant(BF16, 104, mask="left"), Variant(F16, 120, mask="right"))
 STAGED += (Variant(BF16, 96), Variant(BF16, 72, mask="both"), Variant(F16, 64, 40), Variant(BF16, 128, 64))
 STAGED += tuple(Variant(BF16, 64, features=(feature,)) for feature in ("softcap", "alibi", "sinks"))
 STAGED += (Variant(F16, 128, features=("deterministic",)), Variant(F16, 136), Variant(BF16, 192, mask="full"))
 STAGED += (Variant(F16, 192, 128), Variant(BF16, 160, features=("alibi",)))
+STAGED += tuple(Variant(BF16, head_dim, mask=mask, features=("varlen",)) for head_dim in (136, 192) for mask in MASKS)
+STAGED += (Variant(F16, 168, features=("varlen",)), Variant(F16, 176, 128, "full", ("varlen",)))
 LENGTHS = ((534, 534), (777, 1111), (640, 129), (333, 1500))
 """Queries and keys of several sequences, the last tiles of which have 22, 87, 1 and 92 keys."""
 
@@ -271,6 +274,7 @@ def test_steps_whose_keys_are_hidden_are_skipped_with_the_same_bits(variant: Var
 
 
 SPLIT = tuple(Variant(BF16, head_dim, mask=mask) for head_dim in (64, 96, 128) for mask in ("full", "right"))
+SPLIT += (Variant(F16, 192), Variant(BF16, 256, mask="full"))
 SPLIT += (Variant(F16, 24), Variant(F16, 112, mask="full"), Variant(BF16, 128, 64, "full"), Variant(BF16, 40, 128))
 SPLIT += tuple(Variant(F16, 128, mask="full", features=(feature,)) for feature in ("softcap", "alibi", "sinks"))
 SPLIT += tuple(

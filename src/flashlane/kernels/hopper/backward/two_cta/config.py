@@ -42,7 +42,7 @@ class TwoCtaConfig(GradientConfig):
     in_kernel_zeros: bool = False
     """The launch zeroes dq_accum of all heads but the first ones (``in_kernel_zeros.cuh``)."""
     tma_stores: bool = False
-    """TMA stores dK and dV, which lie in shared memory until then, where it has room and the tensors are dense."""
+    """TMA stores dK and dV, which lie in shared memory until then, where it has room."""
 
     design: ClassVar[str] = "two_cta"
     dq_transposed: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class TwoCtaConfig(GradientConfig):
 
     @property
     def stores_by_tma(self) -> bool:  # type: ignore[override]
-        return self.tma_stores and not self.varlen and sum(self._regions(True).values()) <= shared_limit(ARCH)
+        return self.tma_stores and sum(self._regions(True).values()) <= shared_limit(ARCH)
 
     @property
     def zeroing_ctas(self) -> int:  # type: ignore[override]

@@ -5,6 +5,19 @@
 #include "hopper/backward/two_cta/key_operand.cuh"
 #include "hopper/backward/two_cta/producer.cuh"
 
+// Stores the first `rows` rows that a warp staged (stage_accumulator) in device memory, `stride` elements apart, where a
+// tensor map would store all of them.
+template <int DIM, u32 CHUNK_BYTES>
+__device__ __forceinline__ void store_staged_rows(u32 from, Element* to, long long stride, int rows) {
+    constexpr int VECTORS = DIM / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x % WARP; i < rows * VECTORS; i += WARP) {
+        const int row = i / VECTORS, vector = i % VECTORS;
+        const u32 at = from + vector / 8 * CHUNK_BYTES + row * ROW_BYTES + ((vector % 8 ^ row % 8) << 4);
+        *reinterpret_cast<int4*>(to + row * stride + vector * 8) = load_shared_int4(at);
+    }
+}
+
 template <int NUMBER>
 struct Consumer {
     const Params& p;
@@ -169,18 +182,30 @@ struct Consumer {
         if (lane == 0) bulk_wait_read();
         __syncwarp();
     }
-    // By TMA: a warp's rows, whose copies run under the next tile.
+    // By TMA: a warp's rows, whose copies run under the next tile. A tensor map does not end with a packed sequence:
+    // where that ends in a warp's rows, the warp stores them itself.
     template <int DIM>
-    __device__ __forceinline__ void store_by_tma(const float (&d)[DIM / 2], const TensorMap& map, float factor) const {
+    __device__ __forceinline__ void store_by_tma(const float (&d)[DIM / 2], const TensorMap& map, void* out,
+                                                 long long stride, long long head, float factor) const {
         const u32 to = SMEM(ds) + DS_STAGES * DS_BYTES +
                        (NUMBER ? 4 * V_CHUNKS + warp * QK_CHUNKS : warp * V_CHUNKS) * STAGED_CHUNK;
         wait_for_staged();
         stage_accumulator<DIM, STAGED_CHUNK>(d, to, factor);
         fence_proxy_async();
         __syncwarp();
-        if (lane != 0) return;
-        const int row = keys_record(base, tiles).first + warp * 16;
+        int row = keys_record(base, tiles).first + warp * 16;
         const OwnerRecord owner = owner_record(base, tiles);
+        if constexpr (cfg::VARLEN) {
+            const int rows = keys_record(base, tiles).length - row;
+            row += owner.k_first;
+            if (rows < 16) {
+                Element* const first = static_cast<Element*>(out) + row * stride + owner.kv_head * head;
+                store_staged_rows<DIM, STAGED_CHUNK>(to, first, stride, rows);
+                __syncwarp();
+                return;
+            }
+        }
+        if (lane != 0) return;
 #pragma unroll
         for (int i = 0; i < DIM; i += CHUNK_COLUMNS)
             tma_store(map, to + i / CHUNK_COLUMNS * STAGED_CHUNK, i, row, owner.kv_head, owner.tensor_batch);

@@ -50,7 +50,7 @@ struct DvConsumer : Consumer<0> {
         }
         if (!combine_splits<HEAD_DIM_V>(dv)) return;
         if constexpr (cfg::TMA_STORES) {
-            store_by_tma<HEAD_DIM_V>(dv, p.dv_map, 1.f);
+            store_by_tma<HEAD_DIM_V>(dv, p.dv_map, p.dv, p.dv_row, p.dv_head, 1.f);
         } else {
             store_keys_gradient<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
         }
@@ -152,7 +152,7 @@ struct DkConsumer : Consumer<1> {
         }
         if (!combine_splits<HEAD_DIM>(dk)) return;
         if constexpr (cfg::TMA_STORES) {
-            store_by_tma<HEAD_DIM>(dk, p.dk_map, p.scale);
+            store_by_tma<HEAD_DIM>(dk, p.dk_map, p.dk, p.dk_row, p.dk_head, p.scale);
         } else {
             store_keys_gradient<HEAD_DIM>(dk, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
         }
