@@ -25,7 +25,7 @@ from gpu_run import device_or_exit, options, run_parts
 from flashlane import jit
 from flashlane.bench.measure.timing import SteadyClock, drawn_order
 from flashlane.core.problem import AttentionProblem, CallOptions
-from flashlane.distributed import launches as rank_launches
+from flashlane.distributed import attend
 from flashlane.distributed.attend import Partial, Settings
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import add_rows
@@ -113,7 +113,7 @@ class RankCalls:
                 one.forward(q, kv, out, lse)
                 runs.append((block, one, lse))
             self.groups.append((q, kv, out, self.do[:, :, heads], self.dq[:, :, heads], runs))
-        with mock.patch.object(rank_launches, "F32_GRADIENTS", shares):
+        with mock.patch.object(attend, "F32_GRADIENTS", shares):
             self.backward()
         torch.cuda.synchronize()
 

@@ -71,10 +71,9 @@ class Switched:
         self.call: Measured = context_parallel.problem_of(problem, device).shared(device, **asked)
 
     def set(self) -> None:
-        """Set the switches; parts are taken at any size."""
+        """Set the switches."""
         for switch, where in SWITCHES.items():
             setattr(*where, self.on.get(switch, False))
-        key_parts.FEWEST_QUERIES = 0
 
     def forward(self) -> torch.Tensor:
         self.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -26,12 +27,13 @@ def seen(rows: int, part: KeyPart) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [64, 61, 40, 17])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_every_visible_pair_is_in_one_launch(layout: str, tokens: int, ranks: int) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_every_visible_pair_is_in_one_launch(early: bool, layout: str, tokens: int, ranks: int) -> None:
     division = Division(layout, (tokens,), ranks, -1, 0)
     found = 0
     for rank in range(ranks):
         plan, calls = gather_plan(division, rank), gather_calls(division, rank, True, False)
-        keys = keys_of_rank(plan, calls)
+        keys = keys_of_rank(plan, calls, early)
         if keys is None:
             assert layout == "contiguous" and rank == 0
             continue
@@ -40,14 +42,14 @@ def test_every_visible_pair_is_in_one_launch(layout: str, tokens: int, ranks: in
         gathered = torch.cat([torch.tensor(run.positions) for run in plan.runs])
         count = torch.zeros(calls.rows, plan.keys, dtype=torch.int32)
         owners = torch.zeros(plan.keys, dtype=torch.int32)
-        *foreign, own_part = keys.launches
-        for part, place in zip(foreign, keys.foreign, strict=True):
+        own = torch.cat([torch.arange(each.key, each.key + each.count) for each in plan.received[rank]])
+        assert torch.equal(gathered[own], positions) and len(keys.own) == 1 + early
+        own_parts = *keys.launches[:early], keys.launches[-1]
+        *first, last = (slice(row, row + part.keys) for row, part in zip(keys.own, own_parts, strict=True))
+        places = *(own[rows] for rows in first), *keys.foreign, own[last]
+        for part, place in zip(keys.launches, places, strict=True):
             count[:, place] += seen(calls.rows, part)
             owners[place] += 1
-        own = torch.cat([torch.arange(each.key, each.key + each.count) for each in plan.received[rank]])
-        assert torch.equal(gathered[own], positions) and own_part.keys == calls.rows
-        count[:, own] += seen(calls.rows, own_part)
-        owners[own] += 1
         assert (owners == 1).all()
         assert torch.equal(count, (gathered <= positions[:, None]).int())
         segments = [(sender, each) for sender, found_of in enumerate(plan.received) for each in found_of]
@@ -66,13 +68,20 @@ def test_what_has_no_parts(division: Division) -> None:
         assert keys_of_rank(gather_plan(division, rank), gather_calls(division, rank, True, False)) is None
 
 
-def test_few_queries_have_no_parts() -> None:
-    """Before any kernel is asked for: 4,096 tokens of a rank with 32 heads, and as many of 48 or more."""
-    q = torch.empty(1, 4096, 32, 8, dtype=torch.bfloat16)
-    tensors = q, q[:, :, :8], q[:, :, :8], q, q, q
-    division = Division("zigzag", (8192,), 2, -1, 0)
-    memo: dict[object, object] = {}
-    assert key_parts.parted_backward(memo, division, 0, tensors, Settings(CallOptions())) is None and not memo
-    with mock.patch.object(key_parts, "_prepared", lambda *_: "parts"):
-        wide = tuple(torch.empty(1, 4096, 48, 8, dtype=torch.bfloat16) for _ in range(6))
-        assert key_parts.parted_backward(memo, division, 0, wide, Settings(CallOptions())) == "parts"
+@pytest.mark.parametrize("heads, early", [((32, 8), False), ((32, 32), True)])
+def test_own_keys_come_first_where_fetching_takes_longer_than_the_preprocess_kernel(
+    heads: tuple[int, int], early: bool
+) -> None:
+    """16,384 rows and as many other keys, head dim 128: 64 or 256 MiB at 372 GB/s, 512 MiB at 2.4 TB/s."""
+    q, k = (torch.empty(1, 16384, each, 128, dtype=torch.bfloat16, device="meta") for each in heads)
+    division = Division("zigzag", (32768,), 2, -1, 0)
+    given: list[tuple[KeyPart, ...]] = []
+
+    def prepare(keys: key_parts.KeysOfRank, *_: object) -> SimpleNamespace:
+        given.append(keys.launches)
+        return SimpleNamespace()
+
+    with mock.patch.object(key_parts, "_prepare_document", prepare):
+        (found,) = key_parts._prepared(division, 0, (q, k, k, q, q, q), Settings(CallOptions()))
+    assert found.own == ((8192, 0) if early else (0,))
+    assert [each.keys for each in given[0]] == ([8192, 16384, 8192] if early else [16384, 16384])

@@ -32,7 +32,8 @@ def found() -> dict[str, Any]:
 @needs_two
 def test_methods_and_layouts_are_right(found: dict[str, Any]) -> None:
     assert len(found["check"]) == 60
-    assert not [row for row in found["check"] if not row["ok"]]
+    wrong = [str(row) for row in found["check"] if not row["ok"]]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.gpu

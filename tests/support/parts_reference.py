@@ -13,7 +13,7 @@ from aligned_problems import aligned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import KeyPart
 from flashlane.core.registry import BackwardKernel
-from flashlane.distributed import functional, key_parts
+from flashlane.distributed import functional
 
 used: list[int] = []
 """Of each launch of this process the number of its part."""
@@ -69,9 +69,6 @@ def in_parts() -> Iterator[None]:
         return Parts(self, problem, parts)
 
     functional._agreed.clear()  # calls that were checked keep their launches
-    with (
-        mock.patch.object(BackwardKernel, "prepare_parts", prepare),
-        mock.patch.object(key_parts, "FEWEST_QUERIES", 0),
-    ):
+    with mock.patch.object(BackwardKernel, "prepare_parts", prepare):
         yield
     functional._agreed.clear()

@@ -340,15 +340,18 @@ def _run_parts(
     with torch_rules.no_autocast(q):
         for number, each in enumerate(parts):
             with streams.on(on[number]):
-                running.append(each.prepared.begin(q, out, lse, do, dq, each.rows.start))
-        if not several:
-            streams.after(1, 0)
+                begun = each.prepared.begin(q, out, lse, do, dq, each.rows.start)
+                if not several:
+                    streams.after(1, 0)
+                for row in each.own[:-1]:
+                    begun.part(0, (k, v), row, totals, row)
+            running.append(begun)
         for stream in computing[0 if several else 1 :]:
             streams.wait(stream, group.arrived)
         foreign_begins = None if several else streams.mark(1)
         for number, (each, begun) in enumerate(zip(parts, running, strict=True)):
             with streams.on(on[number] if several else 1):
-                for at, (key, place) in enumerate(each.foreign):
+                for at, (key, place) in enumerate(each.foreign, len(each.own) - 1):
                     begun.part(at, gathered, key, totals, place)
         for stream in computing[0 if several else 1 :]:
             streams.after(COPY_STREAM, stream)
@@ -359,7 +362,8 @@ def _run_parts(
             streams.wait(0, foreign_begins)
         for number, (each, begun) in enumerate(zip(parts, running, strict=True)):
             with streams.on(on[number]):
-                begun.part(len(each.foreign), (k, v), each.rows.start, totals, each.rows.start)
+                row = each.own[-1]
+                begun.part(len(each.own) - 1 + len(each.foreign), (k, v), row, totals, row)
                 if several:
                     begun.end()
         for stream in computing if several else (0,):

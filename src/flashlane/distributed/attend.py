@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from flashlane.core import dispatch
+from flashlane.core import dispatch, registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, CallOptions, Gradients, Inputs
-from flashlane.core.registry import Kernel
+from flashlane.core.registry import BackwardKernel, Kernel, RepeatBackward
 from flashlane.distributed.calls import Call, Calls, Packed, add_rows, take_rows
 from flashlane.distributed.layout import PLANS
 from flashlane.distributed.modifiers import Flow, Modifiers
@@ -324,6 +324,40 @@ def add_partials(totals: tuple[torch.Tensor, torch.Tensor], partials: Iterable[P
         add_rows(totals[1], keys, dv)
 
 
+F32_GRADIENTS = True
+"""Whether a backward writes dK and dV in f32, where its kernel can, so that they are rounded only after their sum."""
+
+_shares: dict[tuple[object, ...], RepeatBackward | None] = {}
+"""Prepared launches with such gradients, by kernel, problem, shapes and device."""
+registry.on_change(_shares.clear)
+
+
+def _share(part: Prepared, chosen: BackwardKernel, parts: list[torch.Tensor], lse: torch.Tensor) -> Gradients | None:
+    """Gradients of a dense call, those of k and v in f32; None where its kernel has no such output.
+
+    Args:
+        part: the call.
+        chosen: its backward.
+        parts: its output and the gradient of that.
+        lse: contiguous.
+    """
+    q, k, v = part.inputs.q, part.inputs.k, part.inputs.v
+    tensors = q, k, v, *parts
+    if not F32_GRADIENTS or part.varlen or any(t.data_ptr() % VECTOR_BYTES or t.stride(-1) != 1 for t in tensors):
+        return None
+    key = chosen, part.problem, q.shape, k.shape, q.device
+    if key not in _shares:
+        if len(_shares) >= PLANS:
+            _shares.clear()
+        _shares[key] = chosen.prepare_share(part.problem, Inputs(q, k, v))
+    repeat = _shares[key]
+    if repeat is None:
+        return None
+    out, do = parts
+    found = repeat(q, k, v, out, lse, do, torch.empty_like(q, memory_format=torch.contiguous_format))
+    return None if found is None else Gradients(*found)
+
+
 def _run_backward(part: Prepared, flow: Flow, modifiers: Modifiers, call: Call) -> Gradients:
     parts = [t[:, part.rows] for t in (flow.out, flow.do)]
     rows = [None if t is None else t[:, :, part.rows] for t in (flow.lse, flow.dlse)]
@@ -333,6 +367,10 @@ def _run_backward(part: Prepared, flow: Flow, modifiers: Modifiers, call: Call) 
         parts, rows = [t[0] for t in parts], [None if t is None else t[0] for t in rows]
     chosen = dispatch.select_backward(part.problem, part.kernel)
     with torch_rules.no_autocast(part.inputs.q):
+        plain = flow.dlse is None and not any(t is not None for t in modifiers)
+        share = _share(part, chosen, parts, rows[0]) if plain else None
+        if share is not None:
+            return share
         return chosen.run(
             part.problem, part.inputs, parts[0], rows[0], parts[1], rows[1], bias_grad=False, forward=part.kernel
         )

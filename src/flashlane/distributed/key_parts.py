@@ -1,12 +1,14 @@
 """The backward of a rank in parts of its keys: those of other ranks first, then its own.
 
 The keys of other ranks are fetched while the preprocess kernel runs, and their gradients are sent back while the part
-of the own keys runs, which is a plain causal problem over the rank's own rows. All parts add to one dQ, and each key's
+of the own keys runs, which is a plain causal problem over the rank's own rows. Where fetching takes longer than that
+kernel, the later half of the own keys is a part of its own, which comes first. All parts add to one dQ, and each key's
 gradients are written by one launch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,9 +27,9 @@ from flashlane.distributed.plan import Division, GatherPlan, gather_calls, gathe
 
 MOST_DOCUMENTS = 16
 """The most documents that have parts: each has four launches."""
-FEWEST_QUERIES = 192 * 1024
-"""The fewest queries of a rank, times heads, of a backward in parts. With 4,096 tokens a GPU and 32 heads the host was
-the bound, and parts took 14 % longer; with 8,192 they saved 5 % (benchmarks/results/two_gpus_profile.json)."""
+LINK_RATE, PREPROCESS_RATE = 372e9, 2.4e12
+"""Bytes a second of a copy between GPUs, and of the preprocess kernel's reads and writes, both as measured
+(benchmarks/results/two_gpus_profile.json)."""
 KEY_PARTS = True
 """Whether a backward by copies is divided in this way, where its kernel can."""
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -39,16 +41,20 @@ class KeysOfRank:
 
     foreign: tuple[slice, ...]
     """The gathered keys of other ranks."""
+    own: tuple[int, ...]
+    """Of each part of own keys, its first row in the rank's shard: that of the last part, and before it that of the
+    first part where one comes before those of other ranks."""
     launches: tuple[KeyPart, ...]
-    """Of each of ``foreign``, and of all own keys."""
+    """In the order in which they are begun."""
 
 
-def keys_of_rank(plan: GatherPlan, calls: Calls) -> KeysOfRank | None:
+def keys_of_rank(plan: GatherPlan, calls: Calls, early: bool = False) -> KeysOfRank | None:
     """A rank's keys in parts; None where a window, packed documents or steps between tokens need other launches.
 
     Args:
         plan: what the rank gathers.
         calls: its blocks over these keys.
+        early: whether the later half of the own keys comes first.
     """
     ranges = _two_ranges([each for each in calls.calls if isinstance(each, Block)], calls)
     own = sorted(plan.received[plan.rank])
@@ -67,7 +73,10 @@ def keys_of_rank(plan: GatherPlan, calls: Calls) -> KeysOfRank | None:
         return None
     of_keys = [KeyPart(each.stop - each.start, QueryRanges(rows, tuple(base - each.start for base in bases)))
                for each in foreign]  # fmt: skip
-    return KeysOfRank(foreign, (*of_keys, KeyPart(calls.rows, QueryRanges(rows, (0, rows)))))
+    if not early:
+        return KeysOfRank(foreign, (0,), (*of_keys, KeyPart(calls.rows, QueryRanges(rows, (0, rows)))))
+    first, last = KeyPart(calls.rows - rows, QueryRanges(rows, (-rows, 0))), KeyPart(rows, QueryRanges(rows, (0, rows)))
+    return KeysOfRank(foreign, (rows, 0), (first, *of_keys, last))
 
 
 def _two_ranges(blocks: Sequence[Block], calls: Calls) -> tuple[int, tuple[int, int]] | None:
@@ -96,6 +105,8 @@ class PartsOfDocument:
     """Of the rank's queries and own keys."""
     foreign: tuple[tuple[int, int], ...]
     """Of each part of other ranks' keys, its first gathered key and its place (:meth:`GatherPlan.place`)."""
+    own: tuple[int, ...]
+    """The first rows of the parts of own keys, as :attr:`KeysOfRank.own`."""
     prepared: Any
     """What :meth:`~flashlane.core.registry.BackwardKernel.prepare_parts` gave."""
 
@@ -132,8 +143,7 @@ def parted_backward(
         tensors: q, k, v, out, do and dq of the rank.
         settings: the other arguments of the call.
     """
-    _, rows, heads, _ = tensors[0].shape
-    if not KEY_PARTS or rows * heads < FEWEST_QUERIES or any(t.data_ptr() % VECTOR_BYTES for t in tensors):
+    if not KEY_PARTS or any(t.data_ptr() % VECTOR_BYTES for t in tensors):
         return None
     key = (PartedBackward, *[t.stride() for t in tensors])  # the tensors of a task have one shape and dtype
     if key not in cached:
@@ -150,6 +160,7 @@ def _prepared(
         return None
     found: list[PartsOfDocument] = []
     everything = gather_plan(division, rank)
+    early = _fetching_takes_longer(everything, tensors)
     row = key = 0
     for length in lengths:
         of_one = division if len(lengths) == 1 else replace(division, lengths=(length,))
@@ -158,16 +169,29 @@ def _prepared(
         row, key = rows.stop, key + plan.keys
         if not calls.rows and not plan.keys:
             continue
-        keys = keys_of_rank(plan, calls)
+        keys = keys_of_rank(plan, calls, early)
         prepared = None if keys is None else _prepare_document(keys, [t[:, rows] for t in tensors], settings)
         if keys is None or prepared is None:
             return None
         firsts = [first_key + each.start for each in keys.foreign]
         places = [everything.behind_own(each) for each in firsts]
-        found.append(PartsOfDocument(rows, tuple(zip(firsts, places, strict=True)), prepared))
+        own = tuple(row + rows.start for row in keys.own)
+        found.append(PartsOfDocument(rows, tuple(zip(firsts, places, strict=True)), own, prepared))
     if not found or row != tensors[0].shape[1] or key != everything.keys:
         return None
     return tuple(sorted(found, key=lambda each: each.rows.start - each.rows.stop))
+
+
+def _fetching_takes_longer(plan: GatherPlan, tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether other ranks' keys are still on their way when the preprocess kernel has ended.
+
+    It reads the output and its gradient, and writes zeros for a dQ in f32.
+    """
+    q, k, v, out, do, _ = tensors
+    foreign = sum(each.count for sender, of in enumerate(plan.received) if sender != plan.rank for each in of)
+    fetched = foreign * sum(math.prod(t.shape[2:]) * t.element_size() for t in (k, v))
+    passed = sum(t.numel() * t.element_size() for t in (out, do)) + q.numel() * compute_dtype(q.dtype).itemsize
+    return fetched / LINK_RATE > passed / PREPROCESS_RATE
 
 
 def _prepare_document(keys: KeysOfRank, tensors: Sequence[torch.Tensor], settings: Settings) -> Any:

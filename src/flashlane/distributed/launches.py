@@ -16,6 +16,7 @@ from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, Gradients, Inputs
 from flashlane.core.ranges import RangedRepeat
 from flashlane.core.registry import Kernel, RepeatBackward
+from flashlane.distributed import attend
 from flashlane.distributed.attend import Settings, prepare
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import Calls, Packed
@@ -23,8 +24,6 @@ from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.ranged import blocks_of_all, prepare_ranged, query_ranges_of
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-F32_GRADIENTS = True
-"""Whether a backward writes dK and dV in f32, where its kernel can, so that they are rounded only after their sum."""
 TWO_RANGES = False
 """Whether a backward computes two chunks in one launch, where its kernel can. It is right, and was not faster than two
 launches in the one run that timed it (docs/notebook/0019-context-parallel.md)."""
@@ -83,7 +82,7 @@ class Launch:
 
     def _prepare_backward(self, *qkv: torch.Tensor) -> RepeatBackward | None:
         chosen = dispatch.select_backward(self._problem, self._kernel)
-        found = chosen.prepare_share(self._problem, Inputs(*qkv)) if F32_GRADIENTS else None
+        found = chosen.prepare_share(self._problem, Inputs(*qkv)) if attend.F32_GRADIENTS else None
         return found or chosen.prepare(self._problem, Inputs(*qkv), self._kernel)
 
     def _run_backward(
