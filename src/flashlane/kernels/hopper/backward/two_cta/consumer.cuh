@@ -5,8 +5,8 @@
 #include "hopper/backward/two_cta/key_operand.cuh"
 #include "hopper/backward/two_cta/producer.cuh"
 
-// Stores the first `rows` rows that a warp staged (stage_accumulator) in device memory, `stride` elements apart, where a
-// tensor map would store all of them.
+// Stores the first `rows` rows that a warp staged (stage_accumulator) in device memory, `stride` elements apart, where
+// a tensor map would store all of them.
 template <int DIM, u32 CHUNK_BYTES>
 __device__ __forceinline__ void store_staged_rows(u32 from, Element* to, long long stride, int rows) {
     constexpr int VECTORS = DIM / 8;
