@@ -6,6 +6,7 @@ WORKERS ?= 2
 ARGS    ?=
 OUT     ?= results
 CUBINS  ?= --preset all --dtype bf16,f16 --arch sm_90a
+PTX     ?= --B 1,4 --H 16 --N 512,2048,8192 --D 64,128,256 --dtype bf16,f16 --arch sm_90a
 
 BIN  := $(VENV)/bin
 TEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -19,7 +20,8 @@ CHECK := api/test_functional.py bench/test_bench_flops.py bench/test_bench_grid.
   reference/test_masks.py docs/test_vocabulary.py docs/test_architecture_page.py docs/test_file_sizes.py \
   lessons/test_lessons.py profile test_imports.py tools/test_fa4_cache.py tuning/test_by_hand.py
 
-.PHONY: help bench check test lint format readme docs compile wheel-cubins ahead gpu clean distclean venv venv-test
+.PHONY: help bench check test lint format readme docs compile wheel wheel-cubins ahead gpu clean distclean venv
+.PHONY: venv-test
 
 help:           ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 14
@@ -49,6 +51,13 @@ docs: venv-test ## build the documentation site into build/site; a warning is an
 
 compile: venv-test ## compile every kernel for every architecture and read the compiler's reports
 	$(BIN)/flashlane compile --all $(ARGS)
+
+wheel: venv-test ## without a GPU: flashlane's wheel with the PTX of the kernels that PTX asks for, into dist
+	rm -rf build/lib src/flashlane/ptx
+	$(BIN)/flashlane prebuild $(PTX) --causal --ptx --out src/flashlane/ptx
+	$(BIN)/flashlane prebuild $(PTX) --no-causal --ptx --out src/flashlane/ptx
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --no-index --quiet --wheel-dir dist .
+	rm -rf build/lib src/flashlane/ptx
 
 wheel-cubins: venv-test ## without a GPU: the wheel flashlane-cubins, of the kernels that CUBINS asks for, into dist
 	rm -rf build/cubins

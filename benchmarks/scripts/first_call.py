@@ -1,4 +1,4 @@
-"""What the first calls of a process take: imports, an empty cache, a full one, installed cubins; and peers.
+"""What the first calls of a process take: imports, an empty cache, a full one, a wheel with PTX or cubins; and peers.
 
     PYTHONPATH=src python3 benchmarks/scripts/first_call.py --out benchmarks/results [--cases dense,f32] [--seconds 80]
 
@@ -6,8 +6,9 @@ Each figure is of a fresh process. It imports torch and flashlane, makes its ten
 and backward, so that what torch does at its own first use is not counted. Then it calls an attention function, waits
 for the device, sums the output, calls ``backward`` of that sum, and waits again. (``out.backward(gradient)`` would make
 torch itself import sympy and 480 modules more.) ``empty`` has a new folder for the caches of flashlane and Triton;
-``full`` is the next process with that folder; ``cubins`` has a new folder again, and what the first process compiled as
-an installed package of cubins. Byte code of the package is compiled before, as pip does.
+``full`` is the next process with that folder; ``ptx`` has a new folder again, and what the first process compiled as
+PTX in flashlane's own wheel; ``cubins`` has a new folder, and the same as an installed package of cubins. The package
+is a copy whose byte code is compiled before, as pip does.
 
 Without a GPU, ``--without-gpu`` times the host's side only: launches do nothing and tensors are on the CPU.
 
@@ -33,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 FORMAT = "flashlane-first-call/1"
-STATES = ("empty", "full", "cubins")
+STATES = ("empty", "full", "ptx", "cubins")
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ PEERS = {
 }
 
 
-def child(case: Case, without_gpu: bool) -> dict[str, Any]:
-    """In a fresh process: the times of its first calls, ms, and what they imported."""
+def child(case: Case, without_gpu: bool, ptx: Path | None) -> dict[str, Any]:
+    """In a fresh process: the times of its first calls, ms, and what they imported. ``ptx`` gets their kernels' PTX."""
     row: dict[str, Any] = {}
     last = time.perf_counter()
 
@@ -131,6 +132,15 @@ def child(case: Case, without_gpu: bool) -> dict[str, Any]:
         kernels = compiler._memo.values()
         row["kernels"] = {one.source.entry: round(1e3 * one.seconds, 1) for one in kernels}
         row["cached"] = all(one.cached for one in kernels)
+        row["assembled"] = sorted(one.source.entry for one in kernels if one.assembled)
+        if ptx is not None:
+            from flashlane.inspect import prebuild
+            from flashlane.jit import cache
+
+            jobs = [(one.source, one.arch) for one in kernels]
+            _, wrong = prebuild.store_ptx(jobs, cache.ptx(ptx))
+            if wrong:
+                raise RuntimeError(wrong[0])
     return row
 
 
@@ -174,15 +184,35 @@ def install_cubins(cache: Path, place: Path) -> None:
     cubin_wheel.write_package(place / "flashlane_cubins", cache / "flashlane", None)
 
 
-def spawn(name: str, state: str, cache: Path, without_gpu: bool, timeout: float) -> dict[str, Any]:
+def copy_package(source: Path, place: Path) -> None:
+    """flashlane as pip installs it: without the PTX that a clone may have, with byte code."""
+    shutil.copytree(source / "flashlane", place / "flashlane", ignore=shutil.ignore_patterns("ptx", "__pycache__"))
+    compileall.compile_dir(place / "flashlane", quiet=2)
+
+
+def prepare(name: str, state: str, place: Path, without_gpu: bool, timeout: float) -> dict[str, Any]:
+    """Make what a state needs beyond what the first process left in the folder; the error, if there is one."""
+    cache = place / name
+    if state == "cubins":
+        install_cubins(cache, cache / "installed")
+    if state == "ptx":
+        copy_package(place / "src", cache / "src")
+        folder = cache / "src" / "flashlane" / "ptx"
+        return spawn(name, "full", place, without_gpu, timeout, "--write-ptx", str(folder))
+    return {}
+
+
+def spawn(name: str, state: str, place: Path, without_gpu: bool, timeout: float, *more: str) -> dict[str, Any]:
     """A fresh process's answer; an error becomes one line."""
-    paths = [str(ROOT / "src"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    cache = place / name
+    package = cache / "src" if state == "ptx" else place / "src"
+    paths = [str(package), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if state == "cubins":
         paths.insert(0, str(cache / "installed"))
-    own = cache / "empty again" if state == "cubins" else cache
+    own = cache if state in ("empty", "full") else cache / f"empty, with {state}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FLASHLANE_CACHE_DIR": str(own / "flashlane")}
     environment |= {"TRITON_CACHE_DIR": str(own / "triton")}
-    command = [sys.executable, __file__, "--child", name, *(["--without-gpu"] if without_gpu else [])]
+    command = [sys.executable, __file__, "--child", name, *(["--without-gpu"] if without_gpu else []), *more]
     start = time.perf_counter()
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
@@ -213,9 +243,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=80.0, help="when no further process is started")
     parser.add_argument("--without-gpu", action="store_true", help="time the host's side, against no driver")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--write-ptx", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
-        print(json.dumps(child((CASES | PEERS)[options.child], options.without_gpu)))
+        print(json.dumps(child((CASES | PEERS)[options.child], options.without_gpu, options.write_ptx)))
         return 0
     names = [name for name in options.cases.split(",") if name]
     if not names or not set(names) <= set(CASES):
@@ -230,22 +261,21 @@ def main(arguments: list[str] | None = None) -> int:
         print("no CUDA device: --without-gpu times the host's side", file=sys.stderr)
         return 2
     check_writable(options.out)
-    compileall.compile_dir(ROOT / "src" / "flashlane", quiet=2)
     device = torch.device("cpu" if options.without_gpu else "cuda")
     body = {"format": FORMAT, "environment": environment(device), "without_gpu": options.without_gpu}
     body |= {"cases": {name: case.about for name, case in CASES.items()}}
     rows: list[dict[str, Any]] = []
     end, late, place = time.monotonic() + options.seconds, 0, Path(tempfile.mkdtemp(prefix="first-call-"))
+    copy_package(ROOT / "src", place / "src")
     print(f"{'':<20} {'cache':<12} {'import':>8} {'forward':>8} {'both':>8} {'modules':>8}   (ms)")
     try:
         for name, _, state in runs([*names, *(PEERS if options.peers else ())]):
             if time.monotonic() > end:
                 late += 1
                 continue
-            cache = place / name
-            if state == "cubins":
-                install_cubins(cache, cache / "installed")
-            row = {"case": name, "state": state, **spawn(name, state, cache, options.without_gpu, options.seconds)}
+            words = name, state, place, options.without_gpu, options.seconds
+            made = prepare(*words)
+            row = {"case": name, "state": state, **(made if "error" in made else spawn(*words))}
             rows.append(row)
             print(line(row), flush=True)
             write_atomically(options.out / "first_call.json", json.dumps({**body, "rows": rows}, indent=1) + "\n")

@@ -96,8 +96,11 @@ def first_call(path: Path) -> str:
     forward = [f"{row['forward_ms']:.0f}" for row in both]
     whole = [f"{row['forward_ms'] + row['backward_ms']:.0f}" for row in both]
     text += f" In bf16 at head dim 128 that is {forward[0]} ms and {forward[1]} ms, with the backward {whole[0]} ms and"
-    text += f" {whole[1]} ms ({body['environment']['device']}, `first_call.json`)."
-    return wrapped(text)
+    text += f" {whole[1]} ms"
+    if (ptx := rows.get(("dense", "ptx"))) is not None:
+        text += "; with an empty cache and a wheel that has the kernels' PTX (`make wheel`),"
+        text += f" {ptx['forward_ms']:.0f} ms and {ptx['forward_ms'] + ptx['backward_ms']:.0f} ms"
+    return wrapped(f"{text} ({body['environment']['device']}, `first_call.json`).")
 
 
 # --- from the registry

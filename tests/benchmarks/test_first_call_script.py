@@ -1,4 +1,4 @@
-"""first_call.py: a full cache and installed cubins leave nothing to compile, and the README's sentence is its rows."""
+"""first_call.py: with a full cache or installed cubins nothing is compiled, and the README's sentence is its rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def test_each_state_is_what_it_says(script: ModuleType, tmp_path: Path, capsys: 
     assert script.main(["--without-gpu", "--cases", "decode", "--out", str(tmp_path), "--seconds", "300"]) == 0
     rows = json.loads((tmp_path / "first_call.json").read_text())["rows"]
     assert [(row["case"], row["state"], row["cached"]) for row in rows] == [
-        ("decode", "empty", False), ("decode", "full", True), ("decode", "cubins", True),
+        ("decode", "empty", False), ("decode", "full", True), ("decode", "ptx", False), ("decode", "cubins", True),
     ]  # fmt: skip
+    assert [row["assembled"] for row in rows] == [[], [], ["decode_attention"], []]
     assert all(list(row["kernels"]) == ["decode_attention"] and row["forward_ms"] > 0 for row in rows)
     assert "decode               cubins" in capsys.readouterr().out
 
@@ -32,7 +33,7 @@ def test_what_there_is_no_time_for_is_told(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert script.main(["--without-gpu", "--cases", "decode,dense", "--out", str(tmp_path), "--seconds", "-1"]) == 1
-    assert "6 processes were not started" in capsys.readouterr().out
+    assert "8 processes were not started" in capsys.readouterr().out
 
 
 def test_unknown_cases_are_refused(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,3 +58,8 @@ def test_the_readme_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     path.write_text(json.dumps({**found, "without_gpu": False}))
     said = " ".join(tables.first_call(path).split())
     assert "that is 700 ms and 31 ms, with the backward 1000 ms and 43 ms (NVIDIA H200" in said
+    rows.append({"case": "dense", "state": "ptx", "forward_ms": 400.0, "backward_ms": 7.0})
+    path.write_text(json.dumps({**found, "without_gpu": False}))
+    said = " ".join(tables.first_call(path).split())
+    assert "1000 ms and 43 ms; with an empty cache and a wheel that has" in said
+    assert "PTX (`make wheel`), 400 ms and 407 ms (NVIDIA H200" in said

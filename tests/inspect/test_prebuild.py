@@ -55,6 +55,16 @@ def test_a_call_compiles_nothing_where_it_was_prebuilt_nor_where_the_wheel_is(tm
     assert outcome["cached"] == [False] * 4, "of another compiler than their keys say, they are no one's"
 
 
+def test_ptx_for_a_wheel_is_written_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHLANE_CACHE_DIR", str(tmp_path / "cache"))
+    done = flashlane(*SIZES, "--no-backward", "--ptx", "--out", str(tmp_path / "ptx"))
+    assert done.returncode == 0, done.stderr
+    assert "PTX of 1 kernels for sm_90a" in done.stdout
+    (written,) = (tmp_path / "ptx").iterdir()
+    (compiled,) = (tmp_path / "cache").iterdir()
+    assert written.name == f"{compiled.stem}.ptx", "both have the kernel's key"
+
+
 def test_a_wheel_of_nothing_is_refused(tmp_path: Path) -> None:
     tool = [sys.executable, str(ROOT / "tools" / "cubin_wheel.py"), str(tmp_path), "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -103,6 +113,7 @@ def test_split_keys_are_combined_by_a_kernel_that_is_compiled_too() -> None:
         (("--model", "{bad}"), "which is not valid JSON"),
         (("--model", "{empty}"), "which has no hidden_size and no num_attention_heads"),
         (("--model", "{empty}", "--N", "128"), "--model is given together with sizes"),
+        (("--N", "128", "--ptx"), "--ptx is given without --out"),
         ((), "--arch is not given, and there is no GPU"),
     ],
 )

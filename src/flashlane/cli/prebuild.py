@@ -31,11 +31,15 @@ def prebuild_command(
         Path | None,
         o.option("--out", help="The cache's folder. Default: the one that calls read.", panel=o.OUTPUT),
     ] = None,
+    ptx: Annotated[
+        bool, o.option("--ptx", help="Write PTX for a wheel of flashlane into --out.", panel=o.OUTPUT)
+    ] = False,
 ) -> None:
     """Compile the kernels that auto chooses for given sizes, or for a model, into the cache; no GPU is needed.
 
     A first call then loads its kernels and compiles none. The same versions of flashlane and of NVRTC must read the
     cache. Kernels of Triton's (f32, dropout, head dims above 256) compile at their first call all the same.
+    With --ptx, --out gets what a wheel of flashlane has (make wheel), and the cache that calls read is filled too.
 
     Exit status: 0 all are there, 1 a kernel did not compile, 2 bad input.
 
@@ -60,7 +64,9 @@ def prebuild_command(
     archs = [check_arch(name) for name in o.words_of(arch)] or [_present_arch()]
     if model is not None and (sizes.preset or sizes.options_given()):
         raise ValueError("--model is given together with sizes or --preset; its configuration has the sizes")
-    if out is not None:
+    if ptx and out is None:
+        raise ValueError("--ptx is given without --out; --out is the folder that the PTX is written into")
+    if out is not None and not ptx:
         os.environ[cache.DIRECTORY_VARIABLE] = str(out)
     problems: list[AttentionProblem] = []
     for name in archs:
@@ -84,9 +90,16 @@ def prebuild_command(
     console = make_console()
     with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling", total=len(jobs))
-        built = prebuild.compile_all(jobs, lambda: progress.advance(task))
-    for line in built.wrong:
+        if ptx:
+            count, wrong = prebuild.store_ptx(jobs, cache.ptx(out), lambda: progress.advance(task))
+        else:
+            built = prebuild.compile_all(jobs, lambda: progress.advance(task))
+            wrong = built.wrong
+    for line in wrong:
         console.print(line, style="red", highlight=False)
+    if ptx:
+        console.print(f"PTX of {count} kernels for {', '.join(archs)} in {out}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1 if wrong else 0)
     console.print(
         f"{len(built.compiled)} kernels of {len(dict.fromkeys(problems))} problems for {', '.join(archs)}: "
         f"{built.fresh} compiled, {len(built.compiled) - built.fresh} there before, {built.bytes / 1e6:.1f} MB",
@@ -95,7 +108,7 @@ def prebuild_command(
     if without:
         console.print(f"{without} problems have no kernel to compile here: Triton compiles theirs at the first call")
     console.print(f"in {cache.default().folder}", highlight=False, soft_wrap=True)
-    if built.wrong:
+    if wrong:
         raise typer.Exit(1)
 
 

@@ -21,7 +21,8 @@ from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, Kernel
 from flashlane.integrations.transformers import modifiers_of
-from flashlane.jit import Compiled, KernelSource
+from flashlane.jit import Compiled, KernelSource, compiler
+from flashlane.jit.cache import DiskCache
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Lengths at which a model's kernels are looked up."""
@@ -73,17 +74,52 @@ def compile_all(
         workers: the number of threads; by default that of the cores.
     """
     built = Built()
+    _in_threads(jit.compile, jobs, built.compiled, built.wrong, on_each, workers)
+    return built
+
+
+def store_ptx(
+    jobs: Iterable[tuple[KernelSource, str]],
+    store: DiskCache,
+    on_each: Callable[[], None] = lambda: None,
+    workers: int | None = None,
+) -> tuple[int, list[str]]:
+    """Put the PTX of kernels into a folder for a wheel of flashlane (``jit.compiler.ptx_entry``).
+
+    Args:
+        jobs, on_each, workers: as for :func:`compile_all`.
+        store: ``jit.cache.ptx(folder)``.
+
+    Returns:
+        How many kernels there are now, and a line for each that is not there.
+    """
+    entries: list[tuple[str, bytes]] = []
+    wrong: list[str] = []
+    _in_threads(compiler.ptx_entry, jobs, entries, wrong, on_each, workers)
+    for entry in entries:
+        store.put(*entry)
+    return len(entries), wrong
+
+
+def _in_threads(
+    work: Callable[[KernelSource, str], Any],
+    jobs: Iterable[tuple[KernelSource, str]],
+    results: list[Any],
+    wrong: list[str],
+    on_each: Callable[[], None],
+    workers: int | None,
+) -> None:
+    """Do the work of each job in one of the threads, and collect the results and a line for each failure."""
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        started = {pool.submit(jit.compile, *job): job for job in dict.fromkeys(jobs)}
+        started = {pool.submit(work, *job): job for job in dict.fromkeys(jobs)}
         for each in as_completed(started):
             source, arch = started[each]
             try:
-                built.compiled.append(each.result())
+                results.append(each.result())
             except Exception as error:  # every failure becomes a line of the report
                 words = " ".join(str(error).splitlines()[:2])
-                built.wrong.append(f"{source.entry} for {arch}: {words}")
+                wrong.append(f"{source.entry} for {arch}: {words}")
             on_each()
-    return built
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -25,9 +25,11 @@ LIMIT_VARIABLE = "FLASHLANE_CACHE_LIMIT"
 DEFAULT_LIMIT = 1 << 30
 
 CUBINS_PACKAGE, CUBINS_INDEX = "flashlane_cubins", "index.json"
+PTX_FOLDER = Path(__file__).parent.parent / "ptx"
+"""Where a wheel of flashlane has the PTX of common kernels (``make wheel``); a clone has no such folder."""
 
 _MAGIC = b"flashlane-cache-1\n"
-_SUFFIX = ".cubin"
+_CUBIN, _PTX = ".cubin", ".ptx"
 _TEMPORARY = ".writing-"
 _STALE_SECONDS = 3600.0
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -48,9 +50,12 @@ class DiskCache:
     cut short or damaged counts as absent. A folder that cannot be written to is warned of once, then ignored.
     """
 
-    def __init__(self, folder: Path, limit: int = DEFAULT_LIMIT, reads_only: bool = False) -> None:
+    def __init__(
+        self, folder: Path, limit: int = DEFAULT_LIMIT, reads_only: bool = False, suffix: str = _CUBIN
+    ) -> None:
         self.folder = folder
         self.limit = limit
+        self._suffix = suffix
         self._reads_only = reads_only
         self._warned = False
 
@@ -85,7 +90,7 @@ class DiskCache:
 
     def state(self) -> CacheState:
         """Number of entries and their size."""
-        sizes = [info.st_size for _, info in self._files()]
+        sizes = [info.st_size for _, info in self._files(suffix=self._suffix)]
         return CacheState(len(sizes), sum(sizes))
 
     def writable(self) -> bool:
@@ -95,7 +100,7 @@ class DiskCache:
         return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
     def _path(self, key: str) -> Path:
-        return self.folder / f"{key}{_SUFFIX}"
+        return self.folder / f"{key}{self._suffix}"
 
     @staticmethod
     def _write(path: Path, data: bytes) -> None:
@@ -113,7 +118,7 @@ class DiskCache:
         with contextlib.suppress(OSError):  # another process may have been faster
             path.unlink()
 
-    def _files(self, prefix: str = "", suffix: str = _SUFFIX) -> Iterator[tuple[Path, os.stat_result]]:
+    def _files(self, prefix: str = "", suffix: str = "") -> Iterator[tuple[Path, os.stat_result]]:
         """Files of the folder with their stat; another process may remove them meanwhile."""
         with contextlib.suppress(OSError), os.scandir(self.folder) as found:
             for item in found:
@@ -122,10 +127,10 @@ class DiskCache:
                         yield Path(item.path), item.stat()
 
     def _evict(self, keep: Path) -> None:
-        for path, info in self._files(_TEMPORARY, ""):
+        for path, info in self._files(prefix=_TEMPORARY):
             if time.time() - info.st_mtime > _STALE_SECONDS:  # its writer was killed
                 self._remove(path)
-        files = sorted(self._files(), key=lambda item: item[1].st_mtime)
+        files = sorted(self._files(suffix=self._suffix), key=lambda item: item[1].st_mtime)
         excess = sum(info.st_size for _, info in files) - self.limit
         for path, info in files:
             if excess <= 0:
@@ -175,6 +180,11 @@ def size_limit() -> int:
     if match is None:
         raise ValueError(f"{LIMIT_VARIABLE} is {text!r}; it may be bytes or a size such as 500M or 2G")
     return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def ptx(folder: Path | None = None) -> DiskCache:
+    """Kernels as PTX (``jit/ptx.py``), compressed: those of flashlane's own wheel, or a folder that is to be filled."""
+    return DiskCache(folder or PTX_FOLDER, reads_only=folder is None, suffix=_PTX)
 
 
 @dataclass(frozen=True)
