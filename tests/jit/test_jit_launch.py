@@ -400,3 +400,24 @@ def test_gpu_wrong_architecture_is_named():
     source = jit.KernelSource("tests/wrong.cu", VECTOR_ADD, "add")
     with pytest.raises(jit.LaunchError, match=rf"tests/wrong.cu \({other}"):
         jit.load(jit.compile(source, other), 0)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_stream_is_got_and_set_by_whichever_functions_torch_has(monkeypatch, private):
+    """The same object for the same stream, where torch's private functions are there."""
+    made, given = [], []
+    stream = SimpleNamespace(stream_id=3, device_index=0, device_type=1)
+    monkeypatch.setattr(launch, "_streams", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.append(device) or stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda one: given.append(one.stream_id))
+    if private:
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (3, index, 1), raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **name: given.append(name["stream_id"]), raising=False)
+    else:
+        for name in ("_cuda_getCurrentStream", "_cuda_setStream"):
+            monkeypatch.delattr(torch._C, name, raising=False)
+    device = torch.device("cuda", 0)
+    assert launch.current_stream(device) is launch.current_stream(device) is stream
+    assert made == [device] * (1 if private else 2)
+    launch.set_stream(stream)
+    assert given == [3]

@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 
 from flashlane.distributed.comm import Ranks, check_in_step, check_label
-from flashlane.distributed.streams import current_stream
 from flashlane.jit import launch
 
 MOST_RANKS, MOST_GROUPS = 64, 16
@@ -259,7 +258,7 @@ class _Watch:
         """Watch the work that is already on the current stream."""
         now = time.monotonic()
         event = self.latest[1] if self.latest else torch.cuda.Event()
-        event.record(current_stream(device))
+        event.record(launch.current_stream(device))
         if now - self.last > 1:
             self.last, self.latest = now, None
             self.open.append((now, event))

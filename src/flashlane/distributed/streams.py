@@ -11,26 +11,17 @@ from typing import Any
 
 import torch
 
+from flashlane.jit.launch import current_stream, set_stream
+
 COMPUTE_STREAMS, COPY_STREAM = 2, 2
 """The number of streams that compute, and the index of the one that copies data."""
 MOST_MORE = 2
 """The most further streams of a call, which have the indices after that."""
 MOST_STREAMS = 1 + COMPUTE_STREAMS + MOST_MORE
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
-_current: dict[tuple[int, int, int], torch.cuda.Stream] = {}
-"""The streams that have been current, by what torch calls them: making such an object takes longer than a launch."""
 _events: dict[torch.device, list[list[_Event]]] = {}
 """Events of calls that have ended, one for each stream, and further ones. A wait is for what was recorded when it was
 enqueued, so that an event can be recorded again at once."""
-
-
-def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """``torch.cuda.current_stream``, which makes no new object for a stream that it has given before."""
-    ids = torch._C._cuda_getCurrentStream(-1 if device.index is None else device.index)
-    found = _current.get(ids)
-    if found is None:
-        found = _current[ids] = torch.cuda.current_stream(device)
-    return found
 
 
 class _Event:
@@ -53,16 +44,10 @@ class _On:
         self.stream, self.first = stream, first
 
     def __enter__(self) -> None:
-        _set(self.stream)
+        set_stream(self.stream)
 
     def __exit__(self, *_: object) -> None:
-        _set(self.first)
-
-
-def _set(stream: torch.cuda.Stream) -> None:
-    torch._C._cuda_setStream(
-        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-    )
+        set_stream(self.first)
 
 
 _HERE = contextlib.nullcontext()

@@ -269,6 +269,8 @@ class Function:
 
 
 _functions: dict[tuple[str, int], Function] = {}
+_streams: dict[tuple[int, int, int], Any] = {}
+"""Streams that have been torch's current ones, by what torch calls them."""
 _libraries: dict[str, Any] = {}
 _lock = threading.RLock()
 
@@ -357,6 +359,34 @@ def stream_getter() -> Callable[[int], int]:
 
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return raw or (lambda device_index: torch.cuda.current_stream(device_index).cuda_stream)
+
+
+def current_stream(device: Any) -> Any:
+    """``torch.cuda.current_stream``, which makes no new object for a stream that it has given before.
+
+    Making such an object takes longer than a launch does.
+    """
+    import torch
+
+    names = getattr(torch._C, "_cuda_getCurrentStream", None)
+    if names is None:
+        return torch.cuda.current_stream(device)
+    name = names(-1 if device.index is None else device.index)
+    found = _streams.get(name)
+    if found is None:
+        found = _streams[name] = torch.cuda.current_stream(device)
+    return found
+
+
+def set_stream(stream: Any) -> None:
+    """``torch.cuda.set_stream``; the private form leaves out what :func:`torch.cuda.init` did."""
+    import torch
+
+    short = getattr(torch._C, "_cuda_setStream", None)
+    if short is None:
+        torch.cuda.set_stream(stream)
+    else:
+        short(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def device_getter() -> Callable[[], int]:
