@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python3 benchmarks/scripts/drawn.py --seed 1000 --count 60 [--kind dense,packed,window,decode]
         [--direction forward,backward] [--protocol both] [--peers cudnn,fa2,fa4] [--candidates] [--seconds 200]
+    PYTHONPATH=src python3 benchmarks/scripts/drawn.py --lists packed:backward:1000:60,dense:backward:1001:200
 
 Each problem follows from kind, seed and number (flashlane.bench.measure.drawn.TIMED). benchmarks/seeds.json says which
 seeds are for fitting and which for judging. Everything is compiled first, in threads. Each implementation is checked
@@ -119,6 +120,24 @@ def lists_of_text(text: str) -> list[tuple[ProblemList, bool]]:
         if not fits or not all(word.isdigit() for word in words[2:4]):
             raise ValueError(f"list is {item!r}; it may be KIND:DIRECTION:SEED:COUNT or that with :candidates")
         lists.append((ProblemList(words[0], words[1], int(words[2]), int(words[3])), len(words) == 5))  # type: ignore[arg-type]
+    return lists
+
+
+def asked(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> list[ProblemList]:
+    """The lists that the options name."""
+    if arguments.lists:
+        pairs = lists_of_text(arguments.lists)
+        if arguments.seed is not None or any(candidates for _, candidates in pairs):
+            parser.error("--lists goes without --seed, and with --candidates in place of :candidates")
+        return [problem_list for problem_list, _ in pairs]
+    if arguments.seed is None:
+        parser.error("--seed is missing; benchmarks/seeds.json says which are for what")
+    role_of(arguments.seed)
+    kinds = words(parser, "--kind", arguments.kind, TIMED)
+    directions = words(parser, "--direction", arguments.direction, DIRECTIONS)
+    lists = lists_of(kinds, directions, arguments.seed, arguments.count)  # type: ignore[arg-type]
+    if not lists:
+        parser.error("--kind decode has no backward")
     return lists
 
 
@@ -495,6 +514,7 @@ def main() -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="of the lists; benchmarks/seeds.json says which are for what")
+    parser.add_argument("--lists", default="", help="KIND:DIRECTION:SEED:COUNT,... in place of --seed and the like")
     parser.add_argument("--count", type=int, default=40, help="problems of each list")
     parser.add_argument("--kind", default="dense", help=f"some of {','.join(TIMED)}")
     parser.add_argument("--direction", default="forward", help=f"some of {','.join(DIRECTIONS)}")
@@ -511,14 +531,7 @@ def main() -> int:
     try:
         if arguments.show:
             return show(arguments.show, arguments.show[0].parent)
-        if arguments.seed is None:
-            parser.error("--seed is missing; benchmarks/seeds.json says which are for what")
-        role_of(arguments.seed)
-        kinds = words(parser, "--kind", arguments.kind, TIMED)
-        directions = words(parser, "--direction", arguments.direction, DIRECTIONS)
-        lists = lists_of(kinds, directions, arguments.seed, arguments.count)  # type: ignore[arg-type]
-        if not lists:
-            parser.error("--kind decode has no backward")
+        lists = asked(arguments, parser)
         if arguments.peers == "none":
             peers: tuple[Peer, ...] = ()
         else:

@@ -311,6 +311,21 @@ def test_lists_are_read_from_words(script: ModuleType) -> None:
             script.lists_of_text(text)
 
 
+def test_lists_of_several_seeds_are_timed_together(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ["drawn", "--out", str(tmp_path), "--round-ms", "0.1", "--peers", "fa2"]
+    monkeypatch.setattr("sys.argv", [*told, "--lists", "dense:forward:1001:1,decode:forward:1002:2"])
+    assert script.main() == 0
+    found = {name: [row["number"] for row in body["rows"]] for name, body in bodies(tmp_path).items()}
+    assert found == {"drawn_forward_dense_1001": [0], "drawn_forward_decode_1002": [0, 1]}
+    for wrong in (["dense:forward:1001:1:candidates"], ["dense:forward:1001:1", "--seed", "1001"], ["dense:forward:1"]):
+        monkeypatch.setattr("sys.argv", [*told, "--lists", *wrong])
+        with pytest.raises(SystemExit) as ended:
+            script.main()
+        assert ended.value.code == 2 and "list" in capsys.readouterr().err
+
+
 def test_what_a_problem_needs_on_a_gpu_is_known_without_one(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
