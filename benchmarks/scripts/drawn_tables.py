@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +14,55 @@ from result_tables import NOT_MEASURED, Result
 
 PROTOCOLS = ("steady", "flushed")
 """In the order of the tables' figures."""
-DEVICE = "NVIDIA H200"
-"""What figures are of that name no device."""
 KINDS = ("dense", "packed", "window", "decode")
+HEAD_DIMS = (64, 96, 128, 192, 256)
+"""The largest head dim of each column of the table by head dim."""
 
 
 def judged(results: Path) -> list[tuple[str, Result]]:
     """Name and body of each file at a judging seed: the forward first, dense problems first."""
     bodies = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in results.glob("drawn_*.json")]
 
+    found = [(name, body) for name, body in bodies if body["role"] == "judging"]
+    main = main_device(body for _, body in found)
+
     def place(named: tuple[str, Result]) -> tuple[Any, ...]:
         name, body = named
-        return body["direction"] != "forward", KINDS.index(body["kind"]), _device(body) != DEVICE, name
+        return body["direction"] != "forward", KINDS.index(body["kind"]), _device(body) != main, name
 
-    return sorted(((name, body) for name, body in bodies if body["role"] == "judging"), key=place)
+    return sorted(found, key=place)
+
+
+def main_device(bodies: Iterable[Result]) -> str:
+    """The device of the newest dense file: figures that name no device are of it."""
+    dense = [body for body in bodies if body["kind"] == "dense"]
+    return max(((body["environment"]["date"], _device(body)) for body in dense), default=("", ""))[1]
 
 
 def _device(body: Result) -> str:
     return str(body["environment"]["device"])
 
 
-def _what(body: Result) -> str:
-    """Direction and kind, and the device where it is another one."""
-    return f"{body['direction']}, {body['kind']}" + (f", {_device(body)}" if _device(body) != DEVICE else "")
+def _named(results: Path) -> tuple[str, list[tuple[str, str, Result]]]:
+    """The main device; and of each file its name, its direction and kind with the device where it is another one, and
+    its body."""
+    found = judged(results)
+    main = main_device(body for _, body in found)
+    return main, [
+        (name, f"{body['direction']}, {body['kind']}" + f", {_device(body)}" * (_device(body) != main), body)
+        for name, body in found
+    ]
 
 
 def summary_table(results: Path) -> str:
     """How the problems compare with the fastest peer, a line for each file."""
     rows = []
-    for _, body in judged(results):
+    for _, what, body in _named(results)[1]:
         found = [drawn_summary.figures(body["rows"], protocol) for protocol in PROTOCOLS]
         if all(found):
             ahead = " / ".join(f"{100 * each['ahead']:.0f}" for each in found)
             numbers = (" / ".join(f"{each[name]:.2f}" for each in found) for name in ("least", "mean"))
-            rows.append((_what(body), int(found[0]["problems"]), f"{ahead} %", *numbers))
+            rows.append((what, int(found[0]["problems"]), f"{ahead} %", *numbers))
     head = ("drawn problems, steady / flushed", "count", "at the fastest peer's speed or above", "least")
     return table((*head, "geometric mean"), rows) if rows else NOT_MEASURED
 
@@ -55,12 +70,43 @@ def summary_table(results: Path) -> str:
 def worst_table(results: Path) -> str:
     """The problems that are furthest behind, ten of each file."""
     rows = [
-        (_what(body), row["problem"], protocol, f"{ratio:.3f}", row["best_peer"][protocol])
-        for _, body in judged(results)
+        (what, row["problem"], protocol, f"{ratio:.3f}", row["best_peer"][protocol])
+        for _, what, body in _named(results)[1]
         for ratio, protocol, row in drawn_summary.worst(body["rows"])
         if ratio < 1
     ]
     return table(("drawn", "problem", "protocol", "ratio", "fastest peer"), rows) if rows else NOT_MEASURED
+
+
+def head_dims_table(results: Path) -> str:
+    """How many problems of each head dim are at the fastest peer's speed or above under both protocols."""
+    rows = []
+    for _, what, body in _named(results)[1]:
+        ahead: dict[int, list[bool]] = {largest: [] for largest in HEAD_DIMS}
+        for row in body["rows"]:
+            if row.get("ratio"):
+                largest = next(each for each in HEAD_DIMS if row["sizes"]["head_dim"] <= each)
+                ahead[largest].append(min(row["ratio"].values()) >= 1)
+        if any(ahead.values()):
+            rows.append((what, *(f"{sum(each)} of {len(each)}" if each else "–" for each in ahead.values())))
+    bounds = zip((0, *HEAD_DIMS), HEAD_DIMS, strict=False)
+    head = [f"D {low + 8} to {high}" if low else f"D {high}" for low, high in bounds]
+    return table(("drawn, ahead in both protocols", *head), rows) if rows else NOT_MEASURED
+
+
+def absent_sentence(results: Path) -> str:
+    """Where FlashAttention-4 is absent, and why."""
+    reasons: dict[str, set[int]] = {"gave a wrong result": set(), "did not run": set()}
+    count = 0
+    for _, body in judged(results):
+        for row in body["rows"]:
+            if why := row.get("absent", {}).get("fa4"):
+                count += 1
+                reasons["gave a wrong result" if why.startswith("WRONG") else "did not run"].add(
+                    row["sizes"]["head_dim"]
+                )
+    told = [f"it {what} at D {', '.join(map(str, sorted(dims)))}" for what, dims in reasons.items() if dims]
+    return wrapped(f"FlashAttention-4 is absent from {count} problems: {'; '.join(told)}.") if count else NOT_MEASURED
 
 
 def files_list(results: Path) -> str:
@@ -84,8 +130,9 @@ def files_list(results: Path) -> str:
 def behind_sentence(results: Path) -> str:
     """In how many dense problems the fastest peer is ahead."""
     parts = []
-    for _, body in judged(results):
-        if body["kind"] != "dense" or _device(body) != DEVICE:
+    main, files = _named(results)
+    for _, _, body in files:
+        if body["kind"] != "dense" or _device(body) != main:
             continue
         found = [drawn_summary.ratios(body["rows"], protocol) for protocol in PROTOCOLS]
         if not all(found):
@@ -94,12 +141,15 @@ def behind_sentence(results: Path) -> str:
         parts.append(f"the {body['direction']} is behind the fastest peer in {behind} of {len(found[0])}")
     if not parts:
         return NOT_MEASURED
-    return item(f"On problems drawn at random, {', and '.join(parts)}: [the figures](performance.md#drawn-problems).")
+    return item(
+        f"On problems drawn at random ({main}), {', and '.join(parts)}: [the figures](performance.md#drawn-problems)."
+    )
 
 
 def run_sentence(results: Path) -> str:
     """On what the dense problems were measured."""
-    bodies = [body for _, body in judged(results) if body["kind"] == "dense" and _device(body) == DEVICE]
+    main, files = _named(results)
+    bodies = [body for _, _, body in files if body["kind"] == "dense" and _device(body) == main]
     if not bodies:
         return NOT_MEASURED
     where = bodies[0]["environment"]
@@ -107,12 +157,14 @@ def run_sentence(results: Path) -> str:
     cudnn = re.sub(r"^(\d+)(\d\d)(\d\d)$", lambda m: f"{int(m[1])}.{int(m[2])}", str(where["cudnn"]))
     dates = sorted({body["environment"]["date"][:10] for body in bodies})
     versions = f"torch {torch} for CUDA {cuda}, cuDNN {cudnn} and FlashAttention-4 {where['flash-attn-4']}"
-    return wrapped(f"Measured on one {_device(bodies[0])} with {versions} ({', '.join(dates)}).")
+    return wrapped(f"Each line was measured on one {main} with {versions} ({', '.join(dates)}).")
 
 
 PARTS: Mapping[str, Callable[[Path], str]] = {
     "drawn": summary_table,
     "drawn-worst": worst_table,
+    "drawn-dims": head_dims_table,
+    "drawn-absent": absent_sentence,
     "drawn-files": files_list,
     "drawn-behind": behind_sentence,
     "drawn-run": run_sentence,
@@ -122,7 +174,8 @@ PARTS: Mapping[str, Callable[[Path], str]] = {
 
 def dense_panels(results: Path) -> Iterator[tuple[str, list[float]]]:
     """Title and sorted ratios of each panel of README's chart."""
-    for _, body in judged(results):
-        if body["kind"] == "dense" and _device(body) == DEVICE:
+    main, files = _named(results)
+    for _, _, body in files:
+        if body["kind"] == "dense" and _device(body) == main:
             for protocol in PROTOCOLS:
                 yield f"{body['direction']}, {protocol}", drawn_summary.ratios(body["rows"], protocol)

@@ -21,9 +21,10 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("drawn_tables")
 
 
-def row(steady: float, flushed: float, absent: dict[str, str] | None = None) -> dict[str, Any]:
+def row(steady: float, flushed: float, absent: dict[str, str] | None = None, head_dim: int = 128) -> dict[str, Any]:
     return {
-        "problem": f"P{steady:g}", "ratio": {"steady": steady, "flushed": flushed}, "absent": absent or {},
+        "problem": f"P{steady:g}", "sizes": {"head_dim": head_dim}, "absent": absent or {},
+        "ratio": {"steady": steady, "flushed": flushed},
         "best_peer": {"steady": "fa4", "flushed": "cudnn"},
     }  # fmt: skip
 
@@ -33,7 +34,7 @@ def results(tmp_path: Path) -> Path:
     files = {
         "drawn_backward_dense_2.json": ("backward", "dense", "judging", "NVIDIA H200", [row(2.0, 0.5)]),
         "drawn_forward_window_3.json": ("forward", "window", "judging", "NVIDIA H200", [row(1.5, 1.5)]),
-        "drawn_forward_dense_1_h100.json": ("forward", "dense", "judging", "NVIDIA H100", [row(0.8, 0.8)]),
+        "drawn_forward_dense_1_h100.json": ("forward", "dense", "judging", "NVIDIA H100", [row(0.8, 0.8, head_dim=72)]),
         "drawn_forward_dense_1.json": (
             "forward", "dense", "judging", "NVIDIA H200", [row(4.0, 1.0), row(0.9, 1.0, {"fa4": "no"}), row(0.96, 4.0)],
         ),
@@ -41,7 +42,8 @@ def results(tmp_path: Path) -> Path:
     }  # fmt: skip
     for name, (direction, kind, role, device, rows) in files.items():
         body = {"direction": direction, "kind": kind, "role": role, "count": 200, "seed": 2013, "rows": rows}
-        (tmp_path / name).write_text(json.dumps(body | {"environment": WHERE | {"device": device}}))
+        date = "2026-11-23T08:00:00+00:00" if device == "NVIDIA H100" else WHERE["date"]
+        (tmp_path / name).write_text(json.dumps(body | {"environment": WHERE | {"device": device, "date": date}}))
     return tmp_path
 
 
@@ -63,9 +65,11 @@ def test_a_line_for_each_judging_file_and_another_device_is_named(tables: Module
 
 def test_sentences_have_the_figures_of_one_device(tables: ModuleType, results: Path) -> None:
     behind = " ".join(tables.behind_sentence(results).split())
+    assert behind.startswith("- On problems drawn at random (NVIDIA H200), the forward")
     assert "the forward is behind the fastest peer in 2 (steady) or 0 (flushed) of 3" in behind
     assert "the backward is behind the fastest peer in 0 (steady) or 1 (flushed) of 1" in behind
-    run = "Measured on one NVIDIA H200 with torch 2.11.0 for CUDA 13.0, cuDNN 9.19 and FlashAttention-4 4.0.0b36"
+    run = "Each line was measured on one NVIDIA H200 with torch 2.11.0 for CUDA 13.0, cuDNN 9.19"
+    run += " and FlashAttention-4 4.0.0b36"
     assert " ".join(tables.run_sentence(results).split()) == f"{run} (2026-11-24)."
     first = " ".join(tables.files_list(results).split("\n- ")[0].split())
     assert "3 of 200 problems of seed 2013, NVIDIA H200, commit abc1234, 2026-11-24" in first
@@ -74,6 +78,33 @@ def test_sentences_have_the_figures_of_one_device(tables: ModuleType, results: P
         "forward, steady": [0.9, 0.96, 4.0], "forward, flushed": [1.0, 1.0, 4.0],
         "backward, steady": [2.0], "backward, flushed": [0.5],
     }  # fmt: skip
+
+
+def test_a_column_for_each_range_of_head_dims(tables: ModuleType, results: Path) -> None:
+    lines = tables.head_dims_table(results).splitlines()
+    assert (
+        lines[0]
+        == "| drawn, ahead in both protocols | D 64 | D 72 to 96 | D 104 to 128 | D 136 to 192 | D 200 to 256 |"
+    )
+    assert lines[2:4] == [
+        "| forward, dense | – | – | 1 of 3 | – | – |",
+        "| forward, dense, NVIDIA H100 | – | 0 of 1 | – | – | – |",
+    ]
+
+
+def test_why_flash_attention_4_is_absent(tables: ModuleType, results: Path, tmp_path: Path) -> None:
+    told = tables.absent_sentence(results).strip()
+    assert told == "FlashAttention-4 is absent from 1 problems: it did not run at D 128."
+    file = tmp_path / "drawn_forward_dense_1.json"
+    file.write_text(file.read_text().replace('"no"', '"WRONG: dq"'))
+    assert "it gave a wrong result at D 128" in tables.absent_sentence(tmp_path)
+
+
+def test_the_newest_dense_file_decides_which_device_goes_without_its_name(tables: ModuleType, results: Path) -> None:
+    file = results / "drawn_forward_dense_1_h100.json"
+    file.write_text(file.read_text().replace("2026-11-23", "2026-11-25"))
+    lines = tables.summary_table(results).splitlines()
+    assert lines[2].startswith("| forward, dense | 1 |") and lines[3].startswith("| forward, dense, NVIDIA H200 | 3 |")
 
 
 def test_without_files_nothing_was_measured(tables: ModuleType, tmp_path: Path) -> None:
