@@ -184,6 +184,25 @@ def test_what_a_launch_is_given(launches: Launches) -> None:
     assert values.sizes == (72, 4000, 4, 3)
 
 
+@pytest.mark.parametrize("batch", [None, 2])
+def test_a_side_of_a_window_that_hides_nothing_costs_nothing(launches: Launches, batch: int | None) -> None:
+    """What is compiled and launched is that of the causal problem; one key less to the left is a window."""
+    q = torch.zeros(*(() if batch is None else (batch,)), 700, 6, 248, dtype=torch.bfloat16)
+    lengths = torch.tensor([0, 700], dtype=torch.int32) if batch is None else None
+    packed = (
+        {} if batch else {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "max_seqlen_q": 700, "max_seqlen_k": 700}
+    )
+    inputs = Inputs(q, q.clone(), q.clone(), **packed)
+    configs, params = [], []
+    for asked in ({"causal": True}, {"window_size": (699, 0)}, {"window_size": (4096, 0)}, {"window_size": (698, 0)}):
+        problem, _, _ = call(inputs, **asked)
+        configs.append((KERNEL.config(problem), KERNEL.sources(problem), KERNEL.predicted_configs(problem)[:1]))
+        params.append((launches[-1][0], launches[-1][3].window_left))
+    assert configs[0] == configs[1] == configs[2] and params[0] == params[1] == params[2]
+    assert configs[3][0].has_left and configs[3][1] != configs[0][1] and params[3][1] == 698
+    assert not configs[0][0].has_left and params[0][1] == -1
+
+
 def test_maps_are_encoded_once_and_moved_to_each_calls_tensors(launches: Launches) -> None:
     q = torch.zeros(2, 512, 32, 128, dtype=torch.bfloat16)
     first = Inputs(q, q.clone(), q.clone())

@@ -221,6 +221,22 @@ def test_values_wider_than_an_accumulator(sizes: tuple[int, ...], asked: dict[st
         assert_alike(found, run(problem, inputs, config))
 
 
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("sizes", [(2, 6, 2, 700, 700, 128, 128), (1, 4, 4, 300, 900, 248, 248)])
+def test_a_window_that_hides_nothing_is_the_causal_mask(sizes: tuple[int, ...]) -> None:
+    """Bit for bit. With one key less to the left a row's output differs, and is right."""
+    problem, inputs = dense(sizes, torch.bfloat16, causal=True)
+    found, keys = run(problem, inputs), sizes[4]
+    for left in (keys - 1, 4096):
+        wide, _ = dense(sizes, torch.bfloat16, window_size=(left, 0))
+        assert_alike(found, run(wide, inputs))
+    narrow, _ = dense(sizes, torch.bfloat16, window_size=(keys - 2, 0))
+    other = run(narrow, inputs)
+    assert_right(narrow, inputs, *other)
+    assert not torch.equal(found[1], other[1])
+
+
 PAIRS = [(one, shape) for one in tiles.CLASSES for shape in one.shapes if shape.cluster > 1]
 MASKS = ({}, {"causal": True}, {"window_size": (200, 0)}, {"window_size": (60, 90), "alignment": "top-left"})
 

@@ -73,7 +73,7 @@ class HopperForward(DeviceKernel):
 
         Before the decode kernel where the rows of a key/value head fill more than half of a tile.
         """
-        problem = problem.chosen_for
+        problem = problem.chosen_for.with_hiding_sides
         if _outruns_decode(problem):
             return BEFORE_DECODE
         count = problem.batch * problem.heads * tile_scheduler.ceil_div(problem.seqlen_q, 2 * CONSUMER_ROWS)
@@ -82,7 +82,7 @@ class HopperForward(DeviceKernel):
         return BEHIND_MMA if few and narrow and not problem.needs_grad else self.priority
 
     def config(self, problem: AttentionProblem) -> HopperConfig:
-        return _config(problem)
+        return _config(problem.with_hiding_sides)
 
     def predicted_configs(self, problem: AttentionProblem) -> list[tuple[str, float]]:
         """The configurations that a problem may get and their predicted milliseconds, the fastest first.
@@ -91,7 +91,8 @@ class HopperForward(DeviceKernel):
         """
         if problem.varlen:
             return []
-        return [(config.describe(), us / 1e3) for config, us in select.ranked(problem.chosen_for)]
+        ranked = select.ranked(problem.chosen_for.with_hiding_sides)
+        return [(config.describe(), us / 1e3) for config, us in ranked]
 
     def predicted_ms(self, problem: AttentionProblem) -> float | None:
         """Milliseconds that the cost model gives the chosen configuration, where it gives any."""
@@ -101,6 +102,7 @@ class HopperForward(DeviceKernel):
     def candidates(self, problem: AttentionProblem) -> Iterator[HopperConfig]:
         """What the cost model chooses from, the fastest first; every order of tiles of every shape; combining parts and
         loading pages in every way."""
+        problem = problem.with_hiding_sides
         one = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
         shapes = (*select.shapes_of(problem), *one.loaded, one.few_rows)
         configs = [config for config, _ in select.ranked(problem)]
@@ -113,7 +115,7 @@ class HopperForward(DeviceKernel):
         return config.source()
 
     def sources(self, problem: AttentionProblem) -> tuple[KernelSource, ...]:
-        config, _ = config_and_splits(self.config(problem), problem)
+        config, _ = config_and_splits(self.config(problem), problem.with_hiding_sides)
         return sources_of(config)
 
     def resources(self, config: HopperConfig) -> Resources:
@@ -209,11 +211,14 @@ def _config(problem: AttentionProblem) -> HopperConfig:
 
 @memoised
 def _prepared(config: HopperConfig | None, problem: AttentionProblem, *tensors_and_device: object) -> PreparedForward:
+    if config is None:
+        problem = problem.with_hiding_sides
     return PreparedForward(_config(problem) if config is None else config, problem, *tensors_and_device)
 
 
 @memoised
 def _prepared_f32(problem: AttentionProblem, *tensors_and_device: object) -> PreparedForward:
+    problem = problem.with_hiding_sides
     return PreparedForward(_config(problem), problem, *tensors_and_device, partial=True)
 
 
