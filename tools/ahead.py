@@ -34,6 +34,7 @@ from flashlane.bench.suites.baseline import lines as baseline_lines
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
+from flashlane.distributed import own_copies
 from flashlane.inspect import prebuild
 from flashlane.jit import KernelSource, cache
 from flashlane.kernels.hopper.backward import kernel as backward
@@ -99,6 +100,7 @@ def ranks() -> Iterator[KernelSource]:
     import rank_kernels
     import ranks_on_one_gpu
 
+    yield own_copies.source()
     yield from rank_kernels.sources_of_job(2, "check_and_repeat", rank_kernels.TOKENS, 0)
     ranks_on_one_gpu.HERE = torch.device("cpu")
     yield from ranks_on_one_gpu.sources()

@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 benchmarks/scripts/context_parallel.py --ranks 2 --out benchmarks/results
 
 Writes context_parallel.json after each part: (check) a few cases by each transport against one GPU; (speed) times of
-the problems, the transports in turn, next to a share of one GPU's time for the whole problem; (parts) times of what a
+the problems, in drawn orders, next to a share of one GPU's time for the whole problem; (parts) times of what a
 call consists of; (repeats) calls that must be equal bit by bit; (captured) calls replayed from a CUDA graph; (peers)
 times of the other methods and of torch's own context parallelism; (check_all) every method and layout. ``--do`` names
 the parts that are done. Exit status 1 when a check fails. "ring" with layout zigzag is ring-flash-attention's algorithm
@@ -62,21 +62,25 @@ FORMAT = "flashlane-context-parallel/1"
 REPEATS = 500
 SLOW_SECONDS = 300
 """The timeout of a group of which a rank runs under the sanitizer."""
+DEFAULT = "allgather"
+"""With the transport that a caller gets who names none: copies on GPUs of one host, messages on a CPU."""
+MESSAGES = "allgather by messages"
 COPIES = "allgather by copies"
 GROUPS = "allgather by copies, 2 KV heads first"
 PARTS_OF_KEYS = "allgather by copies, backward in parts"
 """By copies, where a backward that can be in parts of its keys is in parts. In checks and repeats that of the other
 methods is not."""
 HOW: dict[str, dict[str, Any]] = {
-    "allgather": {"method": "allgather"},
+    DEFAULT: {"method": "allgather"},
+    MESSAGES: {"method": "allgather", "transport": "messages"},
     COPIES: {"method": "allgather", "transport": "copies"},
     GROUPS: {"method": "allgather", "transport": "copies", "heads_k_stride": (2, 1 << 20)},
     PARTS_OF_KEYS: {"method": "allgather", "transport": "copies"},
     "ring": {"method": "ring"},
     "ulysses": {"method": "ulysses"},
 }
-TRANSPORTS = ("allgather", COPIES, GROUPS)
-METHODS = ("allgather", COPIES, PARTS_OF_KEYS, "ring", "ulysses")
+TRANSPORTS = (DEFAULT, MESSAGES, GROUPS)
+METHODS = (MESSAGES, COPIES, PARTS_OF_KEYS, "ring", "ulysses")
 LAYOUTS = ("zigzag", "contiguous", "striped")
 
 
@@ -185,7 +189,7 @@ def exact(problem: SharedProblem, size: int, device: torch.device) -> tuple[torc
 
 def quick(device: torch.device) -> list[dict[str, Any]]:
     """The transports in the layout that is timed."""
-    return check(device, tokens_of(device), (*TRANSPORTS, PARTS_OF_KEYS), ("zigzag",), ((8, 4),))
+    return check(device, tokens_of(device), (*TRANSPORTS, COPIES, PARTS_OF_KEYS), ("zigzag",), ((8, 4),))
 
 
 def check_and_repeat(device: torch.device, tokens: int, count: int) -> dict[str, Any]:
@@ -256,22 +260,25 @@ def peers(device: torch.device, name: str, torchs: bool) -> dict[str, Any]:
     return {"name": name, **problem_fields(problem, size), "rows": rows, "failures": failures}
 
 
-def captured(device: torch.device, name: str) -> dict[str, float]:
-    """Milliseconds of a call by messages that a CUDA graph replays, so that the host has no part in them."""
-    of_problems = {}
-    call = PROBLEMS[name].shared(device, **HOW["allgather"])
-    for way in ("forward", "both"):
-        run = getattr(call, way)
+def captured(device: torch.device, name: str) -> dict[str, Any]:
+    """Milliseconds of a call that a CUDA graph replays, so that the host has no part in them.
+
+    By messages, and by the default transport, whose captured call sends messages, too.
+    """
+    of_problems: dict[str, Any] = {"name": name}
+    for kind, way in itertools.product((MESSAGES, DEFAULT), ("forward", "both")):
+        before, run = (getattr(problem_of(name, device).shared(device, **HOW[each]), way) for each in (MESSAGES, kind))
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
             for _ in range(3):
-                run()
+                before()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             kept = run()
-        of_problems |= milliseconds({f"{way}, replayed": graph.replay}, device)
-        of_problems[f"{way}, equal"] = float(_same(kept, run()))
+        replayed = milliseconds({"": graph.replay}, device)
+        of_problems[f"{kind}, {way}, replayed"] = round(replayed[""], 4)
+        of_problems[f"{kind}, {way}, equal"] = float(_same(kept, before()))
     return of_problems
 
 
@@ -387,7 +394,9 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         except Exception:
             result = {"error": traceback.format_exc()[-2000:]}
         if dist.get_rank() == 0:
-            body.setdefault(name, []).append(result) if name in ("speed", "peers") else body.update({name: result})
+            body.setdefault(name, []).append(result) if name in ("speed", "peers", "captured") else body.update(
+                {name: result}
+            )
             say(name, result, time.monotonic() - began)
             write()
         return result
@@ -399,8 +408,8 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
         "check": [(quick,)],
         "speed": [(speed, name) for name in PROBLEMS],
         "parts": [(parts, "8k")],
-        "repeats": [(repeats, options["repeats"], (*TRANSPORTS, PARTS_OF_KEYS))],
-        "captured": [(captured, "8k")],
+        "repeats": [(repeats, options["repeats"])],
+        "captured": [(captured, "8k"), (captured, "documents")],
         "peers": [(peers, name, True) for name in PROBLEMS],
         "check_all": [(every,)],
     }

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import two_gpus_tables
 from markdown_parts import number, significant, table, wrapped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -540,25 +541,9 @@ def nano_vllm(result: Result) -> str:
     return table(head, ([row[key] for key in keys] for row in result["rows"]))
 
 
-def context_parallel(result: Result) -> str:
-    """Each problem: one GPU's milliseconds, and the shares of the ideal of a method, the best of its settings."""
-    kinds = {"allgather": "allgather", "ring": "ring (ring-flash-attention's algorithm)", "ulysses": "ulysses"}
-    kinds["torch"] = "torch's context_parallel"
-    rows = []
-    for each in result["speed"]:
-        one = each["rows"][0]
-        cells = [each["problem"], f"{one['forward_ms']:.2f} / {one['both_ms']:.2f}"]
-        for kind in kinds:
-            best = [
-                [row[f"{way}_efficiency"] for row in each["rows"] if row["method"].startswith(kind)] for way in BOTH
-            ]
-            cells.append(" / ".join(f"{max(shares):.0%}" for shares in best if shares) or "—")
-        rows.append(cells)
-    return table(("problem", "one GPU ms", *kinds.values()), rows)
-
-
 VIEWS = {
-    "flashlane-context-parallel/": {"": context_parallel},
+    "flashlane-context-parallel/": {"": two_gpus_tables.best_of_settings},
+    "flashlane-two-gpus/": {"": two_gpus_tables.shares, "model": two_gpus_tables.model, "step": two_gpus_tables.step},
     "flashlane-flex-masks/": {"": flex_masks},
     "flashlane-flex-speed/": {"": flex_speed},
     "flashlane-bench/": {

@@ -10,13 +10,14 @@ Each part is processes of its own with a limit, so that one that hangs costs no 
     peers      times of the other methods and of torch's own context parallelism
     switched   check and speed with all that is built but off (context_parallel.py, SWITCHES)
     sanitizer  the first checks again with rank 1 under compute-sanitizer's memcheck
+    faults     two_gpus_faults.py: a rank that is lost, or makes another call
     bench      flashlane bench --ranks 2, with the model of more ranks
     step       flashlane e2e --ranks 2: a training step under FSDP2 and context parallelism
 
-It writes two_gpus.json: for each target its figure, and whether it is met; the table is printed last. A part that ended
-well in an earlier run with the same --out is not run again, unless --again is given. Exit status 1: a check failed or a
-part did not end well. A target that is missed is no failure. ``--rehearse`` runs all of it by gloo on a CPU, with small
-problems and without the sanitizer: the figures of a rehearsal say nothing.
+It writes two_gpus.json: what each part found, and for each target its figure, and whether it is met; that table is
+printed last. A part that ended well in an earlier run with the same --out is not run again, unless --again is given.
+Exit status 1: a check failed or a part did not end well. A target that is missed is no failure. ``--rehearse`` runs all
+of it by gloo on a CPU, with small problems and without the sanitizer: the figures of a rehearsal say nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from context_parallel import REPEATS, SWITCHES
+from context_parallel import DEFAULT, REPEATS, SWITCHES
 
 from flashlane.bench.measure.results import write_atomically
 
-FORMAT = "flashlane-two-gpus/1"
+FORMAT = "flashlane-two-gpus/2"
 HERE = Path(__file__).parent
 TARGETS = {
     ("8k", "forward"): 0.98,
@@ -49,7 +51,8 @@ TARGETS = {
     ("documents", "both"): 0.90,
 }
 """The least share of the ideal, half of one GPU's time for the whole problem, by problem and passes."""
-LIMITS = {"check": 150, "speed": 120, "peers": 120, "switched": 180, "sanitizer": 240, "bench": 120, "step": 120}
+LIMITS = {"check": 150, "speed": 120, "peers": 120, "switched": 180, "sanitizer": 240, "faults": 120}
+LIMITS |= {"bench": 120, "step": 120}
 """Seconds of each part."""
 REHEARSED = 240
 """Seconds of each part of a rehearsal, of which it takes about 15 where no other process uses the CPU."""
@@ -60,6 +63,8 @@ DONE = {
     "switched": "check,speed,repeats,check_all",
 }
 """What context_parallel.py does in each part that is its own."""
+AT_ONCE = ("sanitizer", "faults")
+"""Parts that measure no times and are run at once."""
 TIMED = ("speed", "switched")
 """The parts whose times are held against the targets."""
 
@@ -86,11 +91,25 @@ def commands(out: Path, rehearse: bool, ranks: int) -> dict[str, list[list[str]]
          str(out / f"sanitizer-{rank}")]
         for rank in range(ranks)
     ]  # fmt: skip
+    faults = [sys.executable, str(HERE / "two_gpus_faults.py"), "--out", str(out / "faults")]
+    by_part["faults"] = [[*faults, *(["--backend", "gloo"] if rehearse else [])]]
     cli = [sys.executable, "-m", "flashlane"]
     small = ["--device", "cpu", "--tokens", "32", "--iters", "1"] if rehearse else []
     by_part["bench"] = [[*cli, "bench", "--ranks", str(ranks), *small, "--out", str(out / "bench")]]
     by_part["step"] = [[*cli, "e2e", "--ranks", str(ranks), *small, "--out", str(out / "step")]]
     return by_part
+
+
+_running: list[subprocess.Popen[bytes]] = []
+"""The processes of all parts."""
+
+
+def end(*_: Any) -> None:
+    """End the processes of all parts, and this one."""
+    for each in _running:
+        if each.poll() is None:
+            os.killpg(each.pid, signal.SIGKILL)
+    sys.exit(1)
 
 
 def run(name: str, processes: list[list[str]], out: Path, limit: float) -> dict[str, Any]:
@@ -100,6 +119,7 @@ def run(name: str, processes: list[list[str]], out: Path, limit: float) -> dict[
         log = (out / f"{name}-{number}.log").open("w")
         # A group of its own, so that the ranks end with the process that started them.
         running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
+        _running.append(running[-1])
     status: list[Any] = []
     try:
         for each in running:
@@ -127,28 +147,30 @@ def unfinished(file: Path) -> list[str]:
     return sorted({*failed, *body.get("skipped", [])})
 
 
-def best_shares(found: dict[str, Any]) -> dict[tuple[str, str], tuple[float, str]]:
-    """The largest share of the ideal of each problem and passes, and its transport."""
-    shares = {}
-    for problem in found.get("speed", []):
-        rows = [row for row in problem.get("rows", []) if row["method"] != "one process"]
-        for way in ("forward", "both") if rows else ():
-            best = max(rows, key=lambda row: row[f"{way}_efficiency"])
-            shares[problem["name"], way] = best[f"{way}_efficiency"], best["method"]
-    return shares
+FILES = {
+    **dict.fromkeys(("check", "speed", "peers", "switched"), "context_parallel.json"),
+    **{"faults": "two_gpus_faults.json", "bench": "ranks.json", "step": "ranks.json"},
+}
+"""What each part writes in its folder."""
+
+
+def results(out: Path) -> dict[str, Any]:
+    """What each part wrote."""
+    files = {part: out / part / name for part, name in FILES.items()}
+    return {part: json.loads(file.read_text()) for part, file in files.items() if file.exists()}
 
 
 def judged(out: Path) -> list[dict[str, Any]]:
-    """Each target with its figure, by the transports that are on and with those that are off."""
+    """Each target with the share of the ideal that the default call reaches, as it is and with what is off."""
     rows = []
     for kind in TIMED:
         file = out / kind / "context_parallel.json"
-        shares = best_shares(json.loads(file.read_text())) if file.exists() else {}
+        problems = json.loads(file.read_text()).get("speed", []) if file.exists() else []
+        found = {each["name"]: row for each in problems for row in each.get("rows", []) if row["method"] == DEFAULT}
         for (problem, way), target in TARGETS.items():
-            share, method = shares.get((problem, way), (None, ""))
+            share = found[problem][f"{way}_efficiency"] if problem in found else None
             met = None if share is None else share >= target
-            rows.append({"problem": problem, "passes": way, "target": target, "part": kind, "share": share,
-                         "method": method, "met": met})  # fmt: skip
+            rows.append({"problem": problem, "passes": way, "target": target, "part": kind, "share": share, "met": met})
     return rows
 
 
@@ -169,7 +191,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(LIMITS), help="a list of parts")
     parser.add_argument("--again", action="store_true", help="run parts again that ended well in an earlier run")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of a part end, too
+    signal.signal(signal.SIGTERM, end)
     out = options.out.resolve()
     planned = commands(out, options.rehearse, options.ranks)
     part_names = options.parts.split(",")
@@ -180,22 +202,30 @@ def main() -> None:
     file = out / "two_gpus.json"
     earlier_parts = earlier(file, options.rehearse, options.ranks)
     ended = {name: part for name, part in earlier_parts.items() if name not in part_names or not options.again}
+    due = [name for name in part_names if name not in ended]
     for name in part_names:
         if name in ended:
             print(f"{name} ended well in an earlier run", flush=True)
-            continue
-        shutil.rmtree(out / name, ignore_errors=True)
-        part = run(name, planned[name], out, limit_of(name, options.rehearse))
-        if missing := unfinished(out / name / "context_parallel.json"):
-            part |= {"ok": False, "not done": missing}
-        print(json.dumps(part), flush=True)
-        ended[name] = part
+    while due:
+        some = [name for name in due if name in AT_ONCE] if due[0] in AT_ONCE else due[:1]
+        due = [name for name in due if name not in some]
+        for name in some:
+            shutil.rmtree(out / name, ignore_errors=True)
+        with ThreadPoolExecutor(len(some)) as pool:
+            parts = list(pool.map(lambda name: run(name, planned[name], out, limit_of(name, options.rehearse)), some))
+        for part in parts:
+            if missing := unfinished(out / part["part"] / "context_parallel.json"):
+                part |= {"ok": False, "not done": missing}
+            print(json.dumps(part), flush=True)
+            ended[part["part"]] = part
+        of_parts = results(out)
         body = {"format": FORMAT, "rehearsal": options.rehearse, "ranks": options.ranks}
-        parts = [ended[each] for each in planned if each in ended]
-        write_atomically(file, json.dumps({**body, "parts": parts, "targets": judged(out)}, indent=1))
+        body["environment"] = next((each["environment"] for each in of_parts.values()), {})
+        body["parts"] = [ended[each] for each in planned if each in ended]
+        write_atomically(file, json.dumps({**body, "targets": judged(out), "results": of_parts}, indent=1))
     for row in judged(out):
         words = {None: "not measured", True: "met", False: "missed"}[row["met"]]
-        share = "" if row["share"] is None else f"{row['share']:.1%} {row['method']}"
+        share = "" if row["share"] is None else f"{row['share']:.1%}"
         print(f"{row['problem']:10} {row['passes']:8} {row['part']:9} target {row['target']:.0%}  {words:12} {share}")
     raise SystemExit(0 if all(ended[name]["ok"] for name in part_names) else 1)
 

@@ -6,9 +6,9 @@ Variants of transport "copies" that differ in module switches (:data:`VARIANTS`)
 compared; what lists functions or events takes the last one. (host) milliseconds until a call returns while the GPUs are
 held back, which is the host's time alone; (functions) the functions that take most of it, by cProfile, with the
 backward in the calling thread; (timeline) the kernels and copies of one call on each rank, with the gaps between them,
-by torch.profiler; (speed) milliseconds of calls back to back, in turn. Each section is written to two_gpus_profile.json
-when it is done. ``--compile`` compiles what it needs, without a GPU. ``--backend gloo`` tries all but the timeline on a
-CPU.
+by torch.profiler; (speed) milliseconds of calls back to back, in drawn orders. Each section is written to
+two_gpus_profile.json when it is done. ``--compile`` compiles what it needs, without a GPU. ``--backend gloo`` tries all
+but the timeline on a CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import cProfile
 import itertools
 import json
 import pstats
+import statistics
 import sys
 import time
 import traceback
@@ -36,10 +37,10 @@ import torch.distributed as dist
 from flashlane import jit
 from flashlane.bench.measure import ranks as measure_ranks
 from flashlane.bench.measure.environment import environment
-from flashlane.bench.measure.ranks import Measured, milliseconds, on_ranks
+from flashlane.bench.measure.ranks import ONE, Measured, on_ranks, round_milliseconds, shares_of_ideal
 from flashlane.bench.measure.results import write_atomically
 from flashlane.core.problem import AttentionProblem
-from flashlane.distributed import functional, key_parts, token_indices
+from flashlane.distributed import functional, key_parts, own_copies, token_indices
 from flashlane.distributed.plan import Division, gather_calls
 from flashlane.distributed.ranged import blocks_of_all, ranges_of, window_of
 from flashlane.inspect.prebuild import sources_of
@@ -66,7 +67,7 @@ class Switched:
     """A call of which each pass sets the switches of its variant first."""
 
     def __init__(self, name: str, problem: str, device: torch.device, **more: Any) -> None:
-        asked = {"method": "allgather"} if name == MESSAGES else {**COPIES, **more}
+        asked = {"method": "allgather", "transport": MESSAGES} if name == MESSAGES else {**COPIES, **more}
         self.on = VARIANTS.get(name, {})
         self.call: Measured = context_parallel.problem_of(problem, device).shared(device, **asked)
 
@@ -219,15 +220,17 @@ def _short(name: str) -> str:
 
 
 def speed(device: torch.device, problem: str, names: tuple[str, ...], rounds: int) -> dict[str, Any]:
-    """Milliseconds of calls back to back, variants in turn, and the share of half of one GPU's time."""
+    """Milliseconds of calls back to back and the share of the ideal, with those of each round; orders are drawn."""
     size = dist.get_world_size()
     calls = {name: Switched(name, problem, device) for name in names}
     one = context_parallel.problem_of(problem, device).on_one(size, device)
     found: dict[str, Any] = {"problem": problem}
     for way in ("forward", "both"):
-        runs = {"one GPU": getattr(one, way), **{name: getattr(call, way) for name, call in calls.items()}}
-        ms = milliseconds(runs, device, rounds)
-        found[way] = {name: [round(value, 4), round(ms["one GPU"] / size / value, 4)] for name, value in ms.items()}
+        runs = {ONE: getattr(one, way), **{name: getattr(call, way) for name, call in calls.items()}}
+        times = round_milliseconds(runs, device, rounds)
+        shares = shares_of_ideal(times, size)
+        found[way] = {name: [round(statistics.median(ms), 4), round(shares[name], 4)] for name, ms in times.items()}
+        found[f"{way}, rounds"] = {name: [round(each, 4) for each in ms] for name, ms in times.items()}
     return found
 
 
@@ -240,6 +243,7 @@ def sources() -> Iterator[KernelSource]:
                "head_dim_v": 128, "dtype": torch.bfloat16, "scale": 128**-0.5, "window_right": 0, "needs_grad": True,
                "arch": "sm_90a", **more})  # fmt: skip
 
+    yield own_copies.source()
     cases = [((tokens * 2,), 32, kv) for tokens, kv in ((8192, 8), (4096, 8), (16384, 32))]
     cases += [((2002,), 8, 2), ((1001, 0, 1, 2002, 37), 8, 2), ((2048,), 8, 4)]
     cases.append((context_parallel.PROBLEMS["documents"].documents, 32, 8))
@@ -293,7 +297,6 @@ def job(device: torch.device, options: dict[str, Any]) -> dict[str, Any]:
     }
     if device.type == "cpu":
         measure_ranks.ROUND_MS = 0.0
-    measure_ranks.ROUND_MS = min(measure_ranks.ROUND_MS, 40.0)
     names = tuple(options["variants"])
     every, last = (MESSAGES, *names), names[-1]
     plan: list[tuple[Any, ...]] = [(check, name) for name in names]

@@ -23,16 +23,15 @@ def row(method: str, forward: float, both: float) -> dict[str, object]:
     return {"method": method, "forward_efficiency": forward, "both_efficiency": both}
 
 
-def test_a_target_is_met_by_the_best_transport(script: ModuleType, tmp_path: Path) -> None:
-    rows = [row("one process", 0.5, 0.5), row("allgather", 0.99, 0.91), row("allgather by copies", 0.97, 0.955)]
+def test_targets_are_held_against_the_default_call(script: ModuleType, tmp_path: Path) -> None:
+    rows = [row("one process", 0.5, 0.5), row("allgather", 0.985, 0.955), row("allgather by messages", 0.99, 0.97)]
     (tmp_path / "speed").mkdir()
     body = {"speed": [{"name": "8k", "rows": rows}, {"name": "4k", "error": "lost"}]}
     (tmp_path / "speed" / "context_parallel.json").write_text(json.dumps(body))
     verdicts = {(each["problem"], each["passes"], each["part"]): each for each in script.judged(tmp_path)}
     assert len(verdicts) == 2 * len(script.TARGETS)
-    assert verdicts["8k", "forward", "speed"] | {"target": 0} == {
-        "problem": "8k", "passes": "forward", "target": 0, "part": "speed", "share": 0.99,
-        "method": "allgather", "met": True,
+    assert verdicts["8k", "forward", "speed"] == {
+        "problem": "8k", "passes": "forward", "target": 0.98, "part": "speed", "share": 0.985, "met": True,
     }  # fmt: skip
     assert verdicts["8k", "both", "speed"]["share"] == 0.955 and verdicts["8k", "both", "speed"]["met"] is False
     for missing in (("4k", "forward", "speed"), ("8k", "forward", "switched")):

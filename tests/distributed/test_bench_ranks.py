@@ -77,6 +77,17 @@ def test_what_cannot_be_hidden_is_added() -> None:
     assert halves.predicted_ms(2, links, True) == pytest.approx(6.0 + 2 * 0.16777 + 0.33554, abs=1e-4)
 
 
+def test_copies_within_a_host_take_no_time_beside_the_computation() -> None:
+    """Unless they take longer; ranks of several hosts send messages."""
+    work = Workload(8192, 32, 8, 128, 2, 3.0, 12.0, copies=True)
+    links = Links(inside_gbs=100.0, latency_us=0.0, host_gpus=2, across_gbs=100.0)
+    assert work.predicted_ms(2, links, True) == pytest.approx(6.0)
+    slow = Links(inside_gbs=10.0, latency_us=0.0, host_gpus=2)
+    assert work.predicted_ms(2, slow, True) == pytest.approx(3.3554 + 3.3554 + 6.7109, abs=1e-3)
+    messages = Workload(8192, 32, 8, 128, 2, 3.0, 12.0)
+    assert work.predicted_ms(4, links, True) == messages.predicted_ms(4, links, True)
+
+
 def test_ranks_of_other_hosts_have_the_slower_link() -> None:
     links = Links(inside_gbs=400.0, latency_us=10.0, host_gpus=8, across_gbs=40.0)
     assert links.milliseconds(1e6, 8) == pytest.approx(7 * 1e6 / 400e6 + 0.01)
@@ -96,11 +107,7 @@ def test_problems_and_methods_have_the_words_of_the_other_tables() -> None:
     problem = SharedProblem(tokens=64, heads=4, kv_heads=2, head_dim=32, dtype="float32")
     assert problem.describe(2) == "one sequence of 128 tokens, H4/2 D32 f32 causal"
     labels = [label for label in default_methods(problem) if "allgather" in label]
-    assert labels == [
-        "allgather, all KV heads at once",
-        "allgather, 1 KV head at a time",
-        "allgather, 1, then 2 KV heads",
-    ]
+    assert labels == ["allgather", "allgather by messages", "allgather by messages, 1 KV head at a time"]
 
 
 def test_groups_of_heads() -> None:
@@ -193,3 +200,26 @@ def test_bench_over_ranks_names_a_wrong_number() -> None:
     result = CliRunner().invoke(app, ["bench", "--ranks", "1", "--device", "cpu"])
     assert result.exit_code == 2
     assert "--ranks is 1; it must be at least 2" in result.output
+
+
+def test_every_round_times_all_calls_in_a_new_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def timed(call: Any, count: int, before: int, device: Any) -> float:
+        call()
+        return {"one process": 4.0, "a": 2.0, "b": 8.0}[ran[-1]] * (1 + len(ran))
+
+    monkeypatch.setattr(measure_ranks, "_slowest", timed)
+    names = ("one process", "a", "b")
+    calls = {name: lambda name=name: ran.append(name) for name in names}
+    times = measure_ranks.round_milliseconds(calls, torch.device("cpu"), rounds=6)
+    orders = [tuple(ran[-18:][i : i + 3]) for i in range(0, 18, 3)]
+    assert all(sorted(order) == sorted(names) for order in orders) and len(set(orders)) > 2
+    assert all(len(each) == 6 for each in times.values())
+
+
+def test_a_share_is_of_the_time_of_one_process_in_the_same_round() -> None:
+    """A clock that halves between rounds changes no share."""
+    times = {"one process": [4.0, 8.0, 4.0], "a": [2.5, 5.0, 2.0], "b": [4.0, 8.0, 4.4]}
+    found = measure_ranks.shares_of_ideal(times, 2)
+    assert found == {"one process": 0.5, "a": pytest.approx(0.8), "b": pytest.approx(0.5)}

@@ -10,6 +10,7 @@ from typing import Any
 import context_parallel_cases as cases
 import numpy
 import pytest
+import torch
 from context_parallel_cases import Case
 from rank_pool import RankPool
 
@@ -195,6 +196,37 @@ def test_a_backward_in_parts_of_its_keys(pool: RankPool, polled: bool) -> None:
         lambda number: {"transport": "copies", "polled": polled, "parted": True, "again": number % 2 == 0,
                         "reads_lse": number % 5 == 0},
     )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", ["ring", "usp"])
+def test_the_steps_of_a_ring_add_to_one_dq(pool: RankPool, method: str, layout: str) -> None:
+    """What has no such launches has those that it had."""
+    wrong = {}
+    for number, variant in enumerate((*VARIANTS, {"kv_heads": 4, "lengths": (61,)}, {"lengths": (200,)})):
+        case = Case(
+            **variant, method=method, layout=layout, parted=True, again=number % 2 == 0, reads_lse=number % 3 == 0
+        )
+        ranks = 4 if method == "usp" else 2 + number % 3
+        if found := differences(pool, case, ranks):
+            wrong[f"{ranks} ranks, {case}"] = found
+    assert not wrong
+    case = Case(method=method, layout=layout, parted=True, reads_lse=False)
+    assert all(map(bool, pool.run(cases.parts_on_rank, case, 4)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_ring_rounds_dq_once(pool: RankPool, layout: str) -> None:
+    """In bf16, against f64: what is rounded at each of four steps has a larger error, on ranks that have several."""
+    case = Case(lengths=(203,), dtype=torch.bfloat16, method="ring", layout=layout, reads_lse=False)
+    right = cases.expected(case)["dq"]
+    errors = []
+    for parted in (False, True):
+        of_ranks = pool.run(cases.on_rank, dataclasses.replace(case, parted=parted), 4)
+        errors.append(numpy.linalg.norm(cases.assembled(case, of_ranks)["dq"] - right) / numpy.linalg.norm(right))
+    assert errors[1] < 0.92 * errors[0], errors
 
 
 @pytest.mark.slow

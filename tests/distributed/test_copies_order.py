@@ -201,7 +201,7 @@ def _read_at_once(self: Any, calls: Any, number: int, streams: Any, stream: int)
 
 def _end_on_another_stream(self: Exchange) -> None:
     recorder = self.memory.recorder  # type: ignore[attr-defined]
-    outer, recorder.stream = recorder.stream, 2
+    outer, recorder.stream = recorder.stream, 1
     for peer in self.memory.others:
         self.memory.write(peer, 1024 + self.memory.ranks.rank, self.number)
     recorder.stream = outer

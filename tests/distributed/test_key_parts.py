@@ -14,6 +14,7 @@ from flashlane.distributed import key_parts
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.key_parts import keys_of_rank
 from flashlane.distributed.plan import Division, gather_calls, gather_plan
+from flashlane.distributed.ring_parts import keys_of_steps
 
 
 def seen(rows: int, part: KeyPart) -> torch.Tensor:
@@ -56,6 +57,33 @@ def test_every_visible_pair_is_in_one_launch(early: bool, layout: str, tokens: i
         behind = torch.cat([torch.arange(each.count) + plan.place(sender, each) for sender, each in segments])
         assert torch.equal(behind.sort().values, torch.arange(plan.keys))
     assert found >= ranks - 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("tokens", [64, 61, 40, 17])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_every_visible_pair_is_in_one_launch_of_a_ring(layout: str, tokens: int, ranks: int) -> None:
+    division = Division(layout, (0, tokens), ranks, -1, 0)
+    for rank in range(ranks):
+        keys = keys_of_steps(division, rank, ranks)
+        assert keys is not None
+        queries = torch.cat([torch.tensor(run.positions) for run in division.shard(rank)])
+        for step, parts in enumerate(keys.steps):
+            shard = torch.cat([torch.tensor(run.positions) for run in division.shard((rank - step) % ranks)])
+            count = torch.zeros(len(queries), len(shard), dtype=torch.int32)
+            for number, rows in parts:
+                assert keys.parts[number].keys == rows.stop - rows.start
+                count[:, rows] += seen(len(queries), keys.parts[number])
+            assert torch.equal(count, (shard <= queries[:, None]).int())
+
+
+@pytest.mark.parametrize(
+    "division", [Division("zigzag", (64,), 2, 9, 0), Division("zigzag", (64,), 2, -1, -1),
+                 Division("striped", (40, 30), 2, -1, 0), Division("zigzag", (1,), 2, -1, 0)],
+)  # fmt: skip
+def test_what_has_no_parts_in_a_ring(division: Division) -> None:
+    """A left side, no causal mask, documents, and less than two tokens."""
+    assert keys_of_steps(division, 0, 2) is None
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(peer_memory.time, "monotonic", lambda: time.now)
     monkeypatch.setattr(peer_memory.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(peer_memory, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(peer_memory.launch, "current_stream", lambda device: Stream)
     return time
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 from aligned_problems import aligned
 
+from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import KeyPart
 from flashlane.core.registry import BackwardKernel
@@ -32,7 +34,7 @@ class Parts:
         (*tensors, row), running = given, Parts(self.kernel, self.problem, self.parts)
         rows = slice(row, row + self.problem.seqlen_q)
         running.tensors = [t[:, :, rows] if number == 2 else t[:, rows] for number, t in enumerate(tensors)]
-        running.sums = torch.zeros_like(running.tensors[0])
+        running.sums = torch.zeros_like(running.tensors[0], dtype=compute_dtype(self.problem.dtype))
         return running
 
     def part(self, number: int, kv: Any, key: int, gradients: Any, place: int) -> None:
@@ -49,10 +51,11 @@ class Parts:
                 continue
             hidden = max(0, -shift)  # queries that see no key
             rows, count, shift = slice(rows.start + hidden, rows.stop), count - hidden, shift + hidden
-            own = aligned(self.problem, count, part.keys, shift)
+            own = replace(aligned(self.problem, count, part.keys, shift), dtype=self.sums.dtype)
             keys = slice(0, own.seqlen_k)
-            given = Inputs(q[:, rows], k[:, keys], v[:, keys])
-            found = self.kernel.run(own, given, out[:, rows], lse[:, :, rows].contiguous(), do[:, rows], None)
+            given = Inputs(*(t.to(own.dtype) for t in (q[:, rows], k[:, keys], v[:, keys])))  # nothing is rounded
+            after = out[:, rows].to(own.dtype), lse[:, :, rows].contiguous(), do[:, rows].to(own.dtype)
+            found = self.kernel.run(own, given, *after, None)
             self.sums[:, rows] += found.q
             dk[:, keys] += found.k
             dv[:, keys] += found.v

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -185,9 +185,13 @@ def recorded_streams(recorder: Recorder) -> type:
         def keep(self, *tensors: Any) -> None:
             pass
 
-        def join(self) -> None:
+        def join(self, signal: Callable[[], object] | None = None) -> None:
             for stream in (*range(1, COPY_STREAM + 1), *self.more):
                 self.after(0, stream)
+            if signal is not None:
+                self.after(COPY_STREAM, 0)
+                with self.on(COPY_STREAM):
+                    signal()
 
     return RecordedLanes
 

@@ -43,7 +43,7 @@ Method = Annotated[
     str | None,
     o.option(
         "--method",
-        help="allgather, ring, ulysses, or a list. Default: all, allgather with its heads in several groups.",
+        help="allgather, ring, ulysses, or a list. Default: all, allgather by messages, too.",
         panel=o.WHICH,
         autocompletion=complete.list_of(METHODS),
     ),

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 from flashlane.lazy import loader
 
 if TYPE_CHECKING:
-    from flashlane.distributed.functional import context_parallel_attn_func, context_parallel_attn_varlen_func
+    from flashlane.distributed.functional import (
+        context_parallel_attn_func,
+        context_parallel_attn_varlen_func,
+        explain_transport,
+    )
     from flashlane.distributed.names import (
         llama3_flash_attn_prepare_cu_seqlens,
         llama3_flash_attn_varlen_func,
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
     from flashlane.distributed.torch_hook import context_parallel_sdpa
 
 _MODULES = {
-    "functional": ("context_parallel_attn_func", "context_parallel_attn_varlen_func"),
+    "functional": ("context_parallel_attn_func", "context_parallel_attn_varlen_func", "explain_transport"),
     "names": (
         "llama3_flash_attn_prepare_cu_seqlens",
         "llama3_flash_attn_varlen_func",
@@ -40,6 +44,7 @@ __all__ = [
     "context_parallel_attn_func",
     "context_parallel_attn_varlen_func",
     "context_parallel_sdpa",
+    "explain_transport",
     "llama3_flash_attn_prepare_cu_seqlens",
     "llama3_flash_attn_varlen_func",
     "position_ids",

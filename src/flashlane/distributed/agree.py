@@ -13,6 +13,7 @@ import json
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,15 @@ from flashlane.distributed.comm import Ranks
 
 Fields = tuple[tuple[str, object], ...]
 """Names and values of arguments, in types that JSON can express."""
-_ERROR = "error"
+_ERROR, _TOLD = "error", "told"
 
 
 @dataclass
 class _Agreements:
     """The calls on which the ranks of a group have agreed."""
 
-    calls: set[Fields] = field(default_factory=set)
+    calls: dict[Fields, list[Any]] = field(default_factory=dict)
+    """What each rank told the others at each of them."""
     comparisons: int = 0
     """The number of comparisons so far, which is the same on all ranks."""
 
@@ -37,7 +39,9 @@ class _Agreements:
 _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, _Agreements] = weakref.WeakKeyDictionary()
 
 
-def agree(ranks: Ranks, fields: Fields, device: torch.device, error: Exception | None = None) -> None:
+def agree(
+    ranks: Ranks, fields: Fields, device: torch.device, error: Exception | None = None, told: object = None
+) -> list[Any]:
     """Return when all ranks make the same call; they compare their arguments when this rank makes it first.
 
     Args:
@@ -45,6 +49,10 @@ def agree(ranks: Ranks, fields: Fields, device: torch.device, error: Exception |
         fields: the arguments that must be equal on all ranks.
         device: the device of the tensors; the timeout is that of its backend.
         error: why this rank cannot make the call. It is raised here, and the other ranks raise an error with its text.
+        told: what this rank tells the others, which need not be equal; of a type that JSON can express.
+
+    Returns:
+        What each rank told when the call was compared, as JSON holds it.
 
     Raises:
         ValueError: the ranks do not agree, or one of them has an error; the message names rank and argument.
@@ -52,11 +60,11 @@ def agree(ranks: Ranks, fields: Fields, device: torch.device, error: Exception |
     """
     record = _agreements.setdefault(ranks.group, _Agreements())
     if error is None and fields in record.calls:
-        return
+        return record.calls[fields]
     store = distributed_c10d._get_process_group_store(ranks.group)
     number, record.comparisons = record.comparisons, record.comparisons + 1
     keys = [f"flashlane/{number}/{rank}" for rank in range(ranks.size)]
-    message = {_ERROR: f"{type(error).__name__}: {error}"} if error else dict(fields)
+    message = {_ERROR: f"{type(error).__name__}: {error}"} if error else {**dict(fields), _TOLD: told}
     store.set(keys[ranks.rank], json.dumps(message))
     if error is not None:
         raise error
@@ -77,7 +85,8 @@ def agree(ranks: Ranks, fields: Fields, device: torch.device, error: Exception |
     if not record.calls and device.type == "cuda":
         # The first batch of messages of a group creates its communicator, in which all ranks must take part.
         dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
-    record.calls.add(fields)
+    record.calls[fields] = [said[_TOLD] for said in others]
+    return record.calls[fields]
 
 
 def _compare(ranks: Ranks, mine: dict[str, object], others: list[dict[str, object]]) -> None:

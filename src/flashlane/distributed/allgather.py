@@ -190,9 +190,7 @@ class GatherAttention(torch.autograd.Function):
                 isinstance(call, Packed) for call in calls.calls
             ):  # one call of all rows, whose backward looks its problem up
                 lse, lses = lses[0], []
-        streams.join()
-        for each in exchanges[-1:]:
-            each.end()
+        streams.join(exchanges[-1].end if exchanges else None)
         if lse is None and task.wants_lse:
             lse = _joined_lse(q, calls, lses)
         ctx.task, ctx.count = task, len(lses)
@@ -246,9 +244,7 @@ class GatherAttention(torch.autograd.Function):
             totals = [each.finish() for each in returning]
             streams.keep(totals)
             dk, dv = (_joined([each[i] for each in totals]) for i in (0, 1))
-        streams.join()
-        for each in exchanges[-1:]:
-            each.end()
+        streams.join(exchanges[-1].end if exchanges else None)
         d_modifiers = named.gradients(Flow(out, lse, do, dlse), _factor_gradient(d_scales, named.factor))
         return None, dq.to(q.dtype), dk, dv, *d_modifiers
 

@@ -126,7 +126,7 @@ def start(ranks: Ranks, sends: Iterable[Message], receives: Iterable[Message], l
     """
     sends, receives = ([each for each in messages if each[1].numel()] for messages in (sends, receives))
     devices = {t.device for _, t in (*sends, *receives)}
-    if any(device.type == "cpu" for device in devices) or (devices and os.environ.get(COMPARE) == "1"):
+    if any(device.type == "cpu" for device in devices) or (devices and compares_calls()):
         _compare_labels(ranks, sends, receives, label, devices.pop())
     operations = [_operation(dist.irecv, ranks, *each) for each in receives]
     operations += [_operation(dist.isend, ranks, *each) for each in sends]
@@ -136,6 +136,13 @@ def start(ranks: Ranks, sends: Iterable[Message], receives: Iterable[Message], l
 
 COMPARE = "FLASHLANE_COMPARE_CALLS"
 """The environment variable that makes ranks compare labels on GPUs, too."""
+
+
+def compares_calls() -> bool:
+    """Whether ranks compare labels on GPUs."""
+    return os.environ.get(COMPARE) == "1"
+
+
 LABEL_TAG = 1
 """The tag of messages with labels, where the backend has tags."""
 _out_of_step: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()

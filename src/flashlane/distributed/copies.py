@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -12,7 +11,7 @@ from flashlane.distributed.attend import Partial
 from flashlane.distributed.calls import take_rows
 from flashlane.distributed.comm import Pending
 from flashlane.distributed.gather import Gathering, Returning, Task, apart, count_of
-from flashlane.distributed.peer_memory import Exchange, PeerMemory, Places, head_counts, memory_of
+from flashlane.distributed.peer_memory import Exchange, Move, PeerMemory, Places, head_counts, memory_of
 from flashlane.distributed.plan import FEW_COPIES, Division, gather_plan
 
 
@@ -25,15 +24,6 @@ class Shapes:
     """The first KV head of each group, and the end of the last group."""
     head_dims: tuple[int, int]
     dtype: torch.dtype
-
-
-class Move(NamedTuple):
-    """A copy of neighbouring rows of keys (which = 0) or values (1), or of their gradients, to a place at a peer."""
-
-    which: int
-    place: int
-    row: int
-    count: int
 
 
 def bytes_of_row(t: torch.Tensor) -> int:
@@ -92,10 +82,14 @@ class Route:
         return task.memo[Route, bounds]
 
 
+def half_of_call(task: Task, k: torch.Tensor, v: torch.Tensor) -> int:
+    """The bytes that a rank receives at most in an exchange of a call, the same for its forward and its backward."""
+    return max(Route.of(task, bounds, k, v).half for bounds in (task.kv_heads, task.kv_heads_backward))
+
+
 def peer_memory(task: Task, k: torch.Tensor, v: torch.Tensor) -> PeerMemory:
-    """The memory for a call's exchanges, which has the same size for its forward and its backward."""
-    half = max(Route.of(task, bounds, k, v).half for bounds in (task.kv_heads, task.kv_heads_backward))
-    return memory_of(task.ranks, k.device, half)
+    """The memory for a call's exchanges."""
+    return memory_of(task.ranks, k.device, half_of_call(task, k, v))
 
 
 class CopiedGathering(Gathering):

@@ -31,21 +31,21 @@ from flashlane.distributed.agree import agree
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Grid, Group, Ranks, label_of
+from flashlane.distributed.copies import half_of_call
 from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import Layout, check_layout, rows_of, runs_of
 from flashlane.distributed.modifiers import Modifiers
-from flashlane.distributed.peer_memory import MOST_GROUPS
+from flashlane.distributed.peer_memory import MOST_GROUPS, half_of
 from flashlane.distributed.plan import Division
 from flashlane.distributed.polled import come_in_chunks
 from flashlane.distributed.ring import RingAttention
+from flashlane.distributed.transport import TRANSPORTS, Place, Transport, place_of, why_not_copies
 from flashlane.distributed.ulysses import Exchange, Heads, ToHeads, ToTokens
 from flashlane.jit import launch
 from flashlane.ops import torch_rules
 
 Method = Literal["auto", "allgather", "ring", "ulysses", "usp"]
 METHODS: tuple[Method, ...] = get_args(Method)
-Transport = Literal["messages", "copies"]
-TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 POLLED = True
 """Whether the forward with transport "copies" computes while keys arrive (:mod:`~flashlane.distributed.polled`), for
 the calls that can."""
@@ -70,7 +70,7 @@ def context_parallel_attn_func(
     layout: Layout = "zigzag",
     seqlen: int | None = None,
     heads_k_stride: int | tuple[int, ...] | None = None,
-    transport: Transport = "messages",
+    transport: Transport = "auto",
     kernel: str | None = None,
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
@@ -105,8 +105,9 @@ def context_parallel_attn_func(
         heads_k_stride: for "allgather", the number of KV heads that are fetched at once; the next ones are fetched
             while these are computed. A tuple gives the number for each group, the last one for all further groups. By
             default all heads are fetched at once.
-        transport: how "allgather" moves data: "messages" of the process group; or "copies" into the memory of the other
-            ranks, which must be on one host; on GPUs copies use no SM. The loss of a rank then ends the others.
+        transport: how "allgather" moves data: "messages" of the process group; "copies" into the memory of the other
+            ranks, which must be on one host: on GPUs copies use no SM, and the loss of a rank ends the others; or
+            "auto", which copies where :func:`explain_transport` gives no reason against it.
         kernel: the tag of the kernel that computes each block, or None to let the dispatcher choose.
         return_lse: also return the LSE.
         sinks: ``(h,)``: a further logit in the softmax of every row of a head, which has no value.
@@ -151,7 +152,7 @@ def context_parallel_attn_varlen_func(
     method: Method = "auto",
     layout: Layout = "zigzag",
     heads_k_stride: int | tuple[int, ...] | None = None,
-    transport: Transport = "messages",
+    transport: Transport = "auto",
     kernel: str | None = None,
     return_lse: bool = False,
     sinks: torch.Tensor | None = None,
@@ -246,6 +247,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     inputs = torch_rules.autocast(Inputs(*qkv))
     q, k, v = inputs.q, inputs.k, inputs.v
+    if options["transport"] == "auto" and isinstance(q, torch.Tensor) and _is_captured(q.device):
+        options = {**options, "transport": "messages"}
     key = _key(inputs, modifiers, cu_seqlens, seqlen, where, options, refused)
     call = None if key is None else _agreed.get(key)
     if call is None:
@@ -301,11 +304,17 @@ def _checked(
 ) -> _Call:
     """The call, after its arguments were checked here and compared with those of the other ranks."""
     grid = Grid.of(where["group"])
+    device = inputs.q.device if isinstance(inputs.q, torch.Tensor) else torch.device("cpu")
     error: Exception | None = None
     call: tuple[Division, Settings, Method] | None = None
     fields: tuple[tuple[str, object], ...] = ()
     try:
         _refuse(refused)
+        if _is_captured(device):
+            raise NotImplementedError(
+                "a CUDA graph captures a call that was not made before; make it once before the capture, with "
+                "transport='messages' where the method is 'allgather'"
+            )
         lengths = _checked_lengths(inputs, modifiers, cu_seqlens, seqlen, grid)
         call = _checked_call(inputs, modifiers, lengths, where, options, grid)
         _check_rows(inputs.q, call[0], grid)
@@ -313,15 +322,44 @@ def _checked(
         fields = _fields(inputs, modifiers, call, how)
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
-    device = inputs.q.device if isinstance(inputs.q, torch.Tensor) else torch.device("cpu")
     try:
-        for ranks in grid.groups:
-            agree(ranks, fields, device, error)
+        told = [agree(ranks, fields, device, error, place_of(device)) for ranks in grid.groups]
     except ValueError as found:
         if seqlen is None and str(found).startswith("seqlen is "):
             raise ValueError(f"{found}. It was not given, and is then the rows of q times the ranks") from None
         raise
-    return _Call(grid, *call, inputs, options, any(t is not None for t in modifiers), label_of(fields))
+    places = [Place(*each) for each in told[0]]
+    return _Call(grid, *call, inputs, options, any(t is not None for t in modifiers), label_of(fields), places)
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph captures what is called now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def explain_transport(group: Group = None, device: torch.device | None = None) -> tuple[Transport, str]:
+    """Which transport "auto" takes for calls of "allgather", and why. All ranks of the group must call it.
+
+    Args:
+        group: the ranks, as :func:`context_parallel_attn_func` takes them, on a mesh of one dimension.
+        device: of the tensors; by default the current GPU, or the CPU where there is none.
+
+    Returns:
+        "copies" or "messages", the same on all ranks, and the reason. A call may send messages besides where it would
+        keep too much memory (:data:`~flashlane.distributed.transport.MOST_OF_MEMORY`), fetches KV heads in more groups
+        than copies take, or is captured in a CUDA graph.
+
+    Raises:
+        TypeError, ValueError: ``group`` is not valid.
+        RuntimeError: a rank did not answer within the group's timeout.
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    told = agree(Grid.of(group).keys, (("explain_transport", device.type),), device, told=place_of(device))
+    reason = why_not_copies([Place(*each) for each in told])
+    if reason is not None:
+        return "messages", reason
+    return "copies", "all ranks are on one host, and their GPUs reach each other's memory"
 
 
 def _refuse(refused: dict[str, Any]) -> None:
@@ -466,6 +504,26 @@ def head_bounds(stride: int | tuple[int, ...] | None, heads: int) -> tuple[int, 
     return tuple(bounds)
 
 
+def _copies(
+    transport: Transport,
+    grid: Grid,
+    division: Division,
+    bounds: tuple[tuple[int, ...], tuple[int, ...]],
+    inputs: Inputs,
+    places: list[Place],
+) -> bool:
+    """Whether a call of "allgather" copies; all ranks decide from the same values."""
+    k, v, device = inputs.k, inputs.v, inputs.q.device
+    if transport != "auto" or grid.size == 1:
+        return transport == "copies"
+    groups = len(bounds[0]) - 1
+    if why_not_copies(places, groups) is not None:
+        return False
+    task = Task(grid.keys, division, Settings(CallOptions()), *bounds)
+    half = half_of_call(task, *(t[None] if t.dim() == 3 else t for t in (k, v)))
+    return why_not_copies(places, groups, half, half_of(grid.keys, device)) is None
+
+
 class _Call:
     """A checked call, which serves all calls with equal arguments."""
 
@@ -479,26 +537,27 @@ class _Call:
         options: dict[str, Any],
         modified: bool,
         number: int,
+        places: list[Place],
     ) -> None:
         heads, kv_heads = inputs.q.shape[-2], inputs.k.shape[-2]
-        copies, wants_lse = options["transport"] == "copies", options["return_lse"]
+        self.returns_lse = options["return_lse"]
         self.exchange: Exchange | None = None
-        in_chunks = False
+        copies = in_chunks = False
         keys: Ranks | None = grid.keys
         bounds: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
         if method in ("allgather", "ring"):
             stride = options["heads_k_stride"]
             one = inputs.q.dim() == 3 or inputs.q.shape[0] == 1
-            in_chunks = POLLED and copies and stride is None and one and not modified and come_in_chunks(division)
             bounds = (head_bounds(stride, kv_heads),) * 2
+            copies = method == "allgather" and _copies(options["transport"], grid, division, bounds, inputs, places)
+            in_chunks = POLLED and copies and stride is None and one and not modified and come_in_chunks(division)
         else:
             by_heads = grid.heads or grid.keys
             keys = grid.keys if grid.heads and grid.keys.size > 1 else None
             division_of = Heads(heads, kv_heads, by_heads.size)
             self.exchange = Exchange(by_heads, division, division_of, keys.rank if keys else 0, number)
         self.function = RingAttention if keys is not None and method != "allgather" else GatherAttention
-        wants_lse = wants_lse or self.exchange is not None
-        self.task = Task(keys, division, settings, *bounds, copies, wants_lse, in_chunks, number)
+        self.task = Task(keys, division, settings, *bounds, copies, self.returns_lse, in_chunks, number)
         self.parts = self.exchange.heads.parts(self.exchange.ranks.rank) if self.exchange else []
 
     def run(
@@ -524,5 +583,7 @@ class _Call:
             out = all_q.new_empty((*all_q.shape[:3], v.shape[-1])) + all_q.sum() * 0
             results = [(out, all_q.new_empty((all_q.shape[0], 0, all_q.shape[1]), dtype=compute_dtype(q.dtype)))]
         out = results[0][0] if len(results) == 1 else torch.cat([each for each, _ in results], dim=2)
+        if not self.returns_lse:
+            return ToTokens.apply(exchange, out, None)
         lse = results[0][1] if len(results) == 1 else torch.cat([each for _, each in results], dim=1)
         return ToTokens.apply(exchange, out, lse)

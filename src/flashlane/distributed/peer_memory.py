@@ -26,11 +26,13 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from flashlane.distributed import own_copies
 from flashlane.distributed.comm import Ranks, check_in_step, check_label
 from flashlane.jit import launch
 
@@ -56,6 +58,15 @@ def label_place(number: int, sender: int) -> int:
 def aligned(size: int) -> int:
     """The next multiple of the alignment of blocks."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Move(NamedTuple):
+    """A copy of neighbouring rows of keys (which = 0) or values (1), or of their gradients, to a place."""
+
+    which: int
+    place: int
+    row: int
+    count: int
 
 
 class PeerMemory(ABC):
@@ -90,6 +101,11 @@ class PeerMemory(ABC):
     def copy_rows(self, peer: int, place: int, t: torch.Tensor, row: int, count: int) -> None:
         """:meth:`copy` of ``count`` rows, from ``row`` on, of a contiguous tensor ``(1, rows, …)``."""
         self.copy(peer, place, t[:, row : row + count])
+
+    def copy_own(self, start: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
+        """:meth:`copy_rows` of several moves within this rank's memory, whose places count from ``start``."""
+        for i, place, row, count in moves:
+            self.copy_rows(self.ranks.rank, start + place, tensors[i], row, count)
 
     @abstractmethod
     def write(self, peer: int, flag: int, value: int) -> None:
@@ -151,6 +167,10 @@ class Exchange:
         if count:
             self.memory.copy_rows(peer, self._start + offset, t, row, count)
 
+    def copy_own(self, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy rows of contiguous tensors ``(1, rows, …)`` to places of the half in this rank's own memory."""
+        self.memory.copy_own(self._start, moves, tensors)
+
     def arrive(self, peer: int, group: int) -> None:
         """Signal a rank, after all copies that are already enqueued, that a group of heads has arrived."""
         self.memory.sign(peer, self.number, self.label)
@@ -207,6 +227,18 @@ class GpuMemory(PeerMemory):
         size = t.stride(1) * t.itemsize
         to, stream = self._addresses[peer] + place, self._stream_of(self.device.index)
         _check(self._copy(to, t.data_ptr() + row * size, count * size, stream), "a copy")
+
+    def copy_own(self, start: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
+        own = self._addresses[self.ranks.rank] + start
+        found = []
+        for i, place, row, count in moves:
+            t = tensors[i]
+            size = t.stride(1) * t.itemsize
+            found.append((own + place, t.data_ptr() + row * size, count * size))
+        if any(number % own_copies.VECTOR for each in found for number in each):
+            super().copy_own(start, moves, tensors)
+        else:
+            own_copies.enqueue(self.device.index, found)
 
     def write(self, peer: int, flag: int, value: int) -> None:
         _check(self._write(self._stream(), self._addresses[peer] + 4 * flag, value, 0), "setting a flag")
@@ -363,7 +395,7 @@ def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
     if ranks.size > MOST_RANKS:
         raise NotImplementedError(f"transport 'copies' takes up to {MOST_RANKS} ranks, and the group has {ranks.size}")
     hosts: list[Any] = [None] * ranks.size
-    dist.all_gather_object(hosts, (os.uname().nodename, _boot()), group=ranks.group)
+    dist.all_gather_object(hosts, host_of(), group=ranks.group)
     if len(set(hosts)) > 1:
         raise NotImplementedError("transport 'copies' is for ranks of one host; take 'messages'")
     if device.type == "cuda":
@@ -374,13 +406,21 @@ def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
     return of_devices[device]
 
 
-def _boot() -> str:
-    """An identifier of the last boot of this host, since two hosts may have the same name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+def half_of(ranks: Ranks, device: torch.device) -> int:
+    """The bytes of a half of the memory that a group has for a device; 0 without."""
+    memory = _memories.get(ranks.group, {}).get(device)
+    return 0 if memory is None else memory.half
+
+
+def bytes_of_memory(half: int) -> int:
+    """Bytes of memory with halves of so many bytes."""
+    return FLAG_BYTES + 2 * aligned(half)
+
+
+def host_of() -> tuple[str, str]:
+    """The name of this host, and an identifier of its last boot, since two hosts may have the same name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return os.uname().nodename, boot.read_text().strip() if boot.exists() else ""
 
 
 class Places:

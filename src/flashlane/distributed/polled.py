@@ -20,10 +20,10 @@ from flashlane.core.ranges import Arriving, RangedRepeat
 from flashlane.distributed.attend import empty_lse
 from flashlane.distributed.calls import Calls
 from flashlane.distributed.comm import Pending
-from flashlane.distributed.copies import CopiedGathering, Move, Route, bytes_of_row
+from flashlane.distributed.copies import CopiedGathering, Route, bytes_of_row
 from flashlane.distributed.gather import Task
 from flashlane.distributed.modifiers import Modifiers
-from flashlane.distributed.peer_memory import Exchange
+from flashlane.distributed.peer_memory import Exchange, Move
 from flashlane.distributed.plan import Division, Segment
 from flashlane.distributed.ranged import (
     ArrivingChunk,
@@ -37,8 +37,6 @@ from flashlane.distributed.streams import COPY_STREAM, CallStreams
 
 MORE_STREAMS = 1
 """The streams of a call that copy chunks, besides the one of all calls."""
-FEW_EDGES = 4
-"""Up to so many edges, those of keys and of values counted apart, are copied one by one; more of them by one kernel."""
 
 
 class ChunkGathering(CopiedGathering):
@@ -98,15 +96,8 @@ class ChunkGathering(CopiedGathering):
         rank, memo = self.task.rank, self.task.memo
         key = ChunkGathering, "edges", self.shapes
         if key not in memo:
-            edges = edges_of(self.plan)
-            memo[key] = edges, self._moves_of(rank, edges)
-        edges, moves = memo[key]
-        if len(moves) <= FEW_EDGES:
-            for i, place, row, count in moves:
-                self.exchange.send_rows(rank, place, self.own[i], row, count)
-            return
-        places = [t[:, key : key + count] for _, key, count in edges for t in self.gathered]
-        torch._foreach_copy_(places, [t[:, row : row + count] for row, _, count in edges for t in self.own])
+            memo[key] = self._moves_of(rank, edges_of(self.plan))
+        self.exchange.copy_own(memo[key], self.own)
 
     def finish(self) -> None:
         for each in self.arriving_chunks:

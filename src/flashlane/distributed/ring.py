@@ -3,7 +3,7 @@ at a time into a state in f32. A rank never holds more than two shards of keys.
 
 A shard is not sent on where no later rank needs it, so that a window takes only as many steps as there are shards in
 its reach. In the backward the gradients of a shard are sent on with it in f32, and each rank adds its own: they are
-summed in the order of the ring.
+summed in the order of the ring. All steps add to one dQ in f32 where a kernel does (:mod:`ring_parts`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import rows_of
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.plan import ring_calls, ring_hops
+from flashlane.distributed.ring_parts import RingParts, ring_parts
 from flashlane.distributed.streams import COMPUTE_STREAMS, CallStreams
+from flashlane.ops import torch_rules
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -55,6 +57,11 @@ class _Ring:
         """Allocate keys and values of a shard, or their gradients."""
         rows = rows_of(self.task.division.shard(shard))
         k, v = (t.new_empty((t.shape[0], rows, *t.shape[2:]), dtype=dtype) for t in self.like)
+        return k, v
+
+    def zeros(self, shard: Pair) -> Pair:
+        """Sums of the gradients of a shard, to which nothing was added."""
+        k, v = (torch.zeros_like(t, dtype=compute_dtype(t.dtype)) for t in shard)
         return k, v
 
     def send_on(self, step: int, shard: Pair | None) -> tuple[Pending, Pair | None]:
@@ -130,9 +137,10 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse, *modifiers = ctx.saved_tensors
         task, named = ctx.task, Modifiers(*modifiers)
         flow = Flow(out, lse, torch.zeros_like(out) if do is None else do, dlse)
-        wide = compute_dtype(q.dtype)
-        ring, dq = _Ring(task, k, v, backward=True), torch.zeros_like(q, dtype=wide)
+        ring = _Ring(task, k, v, backward=True)
         d_scale = None if named.factor is None else torch.zeros_like(named.factor)
+        launches = _Launches.of(ring, q, flow) if not any(each is not None for each in named) else None
+        dq = torch.zeros_like(q, dtype=compute_dtype(q.dtype)) if launches is None else launches.dq
         shard: Pair | None = (k.contiguous(), v.contiguous())
         coming: tuple[Pending, Pair | None] = Pending(()), None
         total: Pair | None = None
@@ -141,17 +149,13 @@ class RingAttention(torch.autograd.Function):
             pending, following = ring.send_on(step, shard)
             grads: Pair | None = None
             if shard is not None:
-                calls = ring.calls(step, q, named)
-                partials: list[Partial] = []
-                streams = CallStreams(q.device)  # new at each step, so that all streams wait for the keys that arrived
-                for number, call in enumerate(calls.calls):
-                    with streams.on(number % COMPUTE_STREAMS if calls.disjoint else 0):
-                        some, part, used = attend_backward(dq, q, *shard, flow, call, named, task.settings)
-                        partials, d_scale = partials + some, summed(d_scale, part)
-                    streams.keep(used, some)
-                streams.join()
+                if launches is not None:
+                    partials = launches.at(step, shard)
+                else:
+                    partials, part = _attend_backward(ring, step, dq, q, shard, flow, named)
+                    d_scale = summed(d_scale, part)
                 coming[0].wait()
-                grads = coming[1] or tuple(torch.zeros_like(t, dtype=wide) for t in shard)
+                grads = coming[1] or ring.zeros(shard)
                 add_partials(grads, partials)
                 if step == 0 and ring.hops[task.ranks.rank] == 0:
                     total = grads
@@ -162,5 +166,61 @@ class RingAttention(torch.autograd.Function):
             shard, coming = following, (sent, arriving)
         for each in homeward:
             each.wait()
+        if launches is not None:
+            launches.end()
         d_modifiers = named.gradients(flow, d_scale)
         return None, dq.to(q.dtype), total[0].to(k.dtype), total[1].to(v.dtype), *d_modifiers
+
+
+class _Launches:
+    """The launches of a backward that add to one dQ in f32."""
+
+    def __init__(self, ring: _Ring, parts: RingParts, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.ring, self.steps, self.dq = ring, parts.steps, tensors[-1]
+        self.running = parts.prepared.begin(*tensors, 0)
+
+    @classmethod
+    def of(cls, ring: _Ring, q: torch.Tensor, flow: Flow) -> _Launches | None:
+        """Those of a ring, of which the preprocess kernel is enqueued; None where its call has none."""
+        task, (k, v) = ring.task, ring.like
+        if flow.dlse is not None:
+            return None
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        tensors = q, k, v, flow.out, flow.do, dq
+        parts = ring_parts(task.memo, task.division, ring.ranks.rank, ring.steps, tensors, task.settings)
+        if parts is None:
+            return None
+        with torch_rules.no_autocast(q):
+            return cls(ring, parts, (q, flow.out, flow.lse.contiguous(), flow.do, dq))
+
+    def at(self, step: int, shard: Pair) -> list[Partial]:
+        """Enqueue the launches of a step; the gradients of the shard's keys that some query sees."""
+        gradients = self.ring.empty(self.ring.shard_at(step), compute_dtype(shard[0].dtype))
+        found = []
+        with torch_rules.no_autocast(shard[0]):
+            for number, rows in self.steps[step]:
+                self.running.part(number, shard, rows.start, gradients, rows.start)
+                found.append(Partial(rows, *(t[:, rows] for t in gradients)))
+        return found
+
+    def end(self) -> None:
+        """Enqueue the postprocess kernel, which writes dQ."""
+        with torch_rules.no_autocast(self.dq):
+            self.running.end()
+
+
+def _attend_backward(
+    ring: _Ring, step: int, dq: torch.Tensor, q: torch.Tensor, shard: Pair, flow: Flow, modifiers: Modifiers
+) -> tuple[list[Partial], torch.Tensor | None]:
+    """Add a step's part of dQ, and return the gradients of its keys and that of :attr:`Modifiers.factor`."""
+    calls = ring.calls(step, q, modifiers)
+    partials: list[Partial] = []
+    d_scale: torch.Tensor | None = None
+    streams = CallStreams(q.device)  # new at each step, so that all streams wait for the keys that arrived
+    for number, call in enumerate(calls.calls):
+        with streams.on(number % COMPUTE_STREAMS if calls.disjoint else 0):
+            some, part, used = attend_backward(dq, q, *shard, flow, call, modifiers, ring.task.settings)
+            partials, d_scale = partials + some, summed(d_scale, part)
+        streams.keep(used, some)
+    streams.join()
+    return partials, d_scale

@@ -7,6 +7,7 @@ for the work that is already on it, and later work on it waits for all of them. 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ MOST_MORE = 2
 MOST_STREAMS = 1 + COMPUTE_STREAMS + MOST_MORE
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
 _events: dict[torch.device, list[list[_Event]]] = {}
-"""Events of calls that have ended, one for each stream, and further ones. A wait is for what was recorded when it was
-enqueued, so that an event can be recorded again at once."""
+"""Events of calls that have ended: one for each stream, that of a call's begin, and further ones. A wait is for what
+was recorded when it was enqueued, so that an event can be recorded again at once."""
 
 
 class _Event:
@@ -70,23 +71,29 @@ class CallStreams:
                 _streams[device] = [torch.cuda.Stream(device) for _ in range(1, MOST_STREAMS)]
             self.streams = [current_stream(device), *_streams[device][: COMPUTE_STREAMS + more]]
             self._idle = _events.setdefault(device, [])
-            self._events = self._idle.pop() if self._idle else [_Event() for _ in range(MOST_STREAMS)]
-            self._marks = MOST_STREAMS  # events from there on are those of marks
-            begun = self._events[0]
-            begun.record(self.streams[0])
-            for each in self.streams[1:]:
-                begun.wait(each)
+            self._events = self._idle.pop() if self._idle else [_Event() for _ in range(MOST_STREAMS + 1)]
+            self._begun = self._events[MOST_STREAMS]
+            self._begun.record(self.streams[0])
+            self._marks = MOST_STREAMS + 1  # events from there on are those of marks
+            self._used = {0}
+
+    def _stream(self, stream: int) -> torch.cuda.Stream:
+        """A stream, which waits for the work before the call when it is first used."""
+        if stream not in self._used:
+            self._used.add(stream)
+            self._begun.wait(self.streams[stream])
+        return self.streams[stream]
 
     def on(self, stream: int) -> contextlib.AbstractContextManager[None]:
         """A context in which work is enqueued on a stream; contexts are not nested."""
-        return _On(self.streams[stream], self.streams[0]) if self.gpu and stream else _HERE
+        return _On(self._stream(stream), self.streams[0]) if self.gpu and stream else _HERE
 
     def after(self, stream: int, other: int) -> None:
         """Let later work of a stream wait for all work that is already on another."""
-        if self.gpu:
+        if self.gpu and other in self._used:
             event = self._events[other]
             event.record(self.streams[other])
-            event.wait(self.streams[stream])
+            event.wait(self._stream(stream))
 
     def mark(self, stream: int) -> _Event | None:
         """Record an event after the work that is already on a stream, for :meth:`wait`."""
@@ -96,23 +103,32 @@ class CallStreams:
             self._events.append(_Event())
         event = self._events[self._marks]
         self._marks += 1
-        event.record(self.streams[stream])
+        event.record(self._stream(stream))
         return event
 
     def wait(self, stream: int, mark: _Event | None) -> None:
         """Let later work of a stream wait for an event of :meth:`mark`."""
         if mark is not None:
-            mark.wait(self.streams[stream])
+            mark.wait(self._stream(stream))
 
     def keep(self, *tensors: Any) -> None:
         """Hold references to tensors until the call ends."""
         if self.gpu:
             self.kept += tensors
 
-    def join(self) -> None:
-        """Let the current stream wait for all streams."""
+    def join(self, signal: Callable[[], object] | None = None) -> None:
+        """Let the current stream wait for all streams.
+
+        Args:
+            signal: what is enqueued after all of them on the stream that copies data. The current stream does not wait
+                for it.
+        """
         for stream in (*range(1, COPY_STREAM + 1), *self.more):
             self.after(0, stream)
+        if signal is not None:
+            self.after(COPY_STREAM, 0)
+            with self.on(COPY_STREAM):
+                signal()
         self.kept.clear()
         if self.gpu:
             self._idle.append(self._events)

@@ -194,17 +194,24 @@ def _summed(heads: Heads, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class ToTokens(torch.autograd.Function):
-    """Exchanges output and LSE of this rank's heads for those of its tokens, in one exchange."""
+    """Exchanges output and LSE, or the output alone where the LSE is None, of this rank's heads for those of its
+    tokens, in one exchange."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.exchange = exchange
-        found = exchange.to_tokens(_together(out, lse), ("queries", "queries"))
-        return torch.cat([parts[0] for parts in found], dim=2), _lse_of([parts[1] for parts in found], lse.dtype)
+    def forward(
+        ctx: Any, exchange: Exchange, out: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ctx.exchange, ctx.with_lse = exchange, lse is not None
+        tensors = (out,) if lse is None else _together(out, lse)
+        found = exchange.to_tokens(tensors, ("queries",) * len(tensors))
+        out = torch.cat([parts[0] for parts in found], dim=2)
+        return out, None if lse is None else _lse_of([parts[1] for parts in found], lse.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+        if dlse is None or not ctx.with_lse:
+            return None, ctx.exchange.to_heads((do,), ("queries",))[0], None
         found = ctx.exchange.to_heads(_together(do, dlse), ("queries", "queries"))
         return None, found[0], _lse_of([found[1]], dlse.dtype)
 

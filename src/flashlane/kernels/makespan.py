@@ -49,11 +49,21 @@ def ends_of(costs: Sequence[float], sections: Sequence[int], workers: int, simul
     else:
         mean, spread = (total * heads - work) / workers, runs[-1][0]
         ends = [mean + spread * ((i + 0.5) / workers - 0.5) for i in range(workers)]
+    return _taken(ends, reversed(runs))
+
+
+def makespan_of_runs(runs: Iterable[tuple[float, int]], workers: int) -> float:
+    """Time until the last of all tiles is done, each simulated; runs are (cost of a tile, tiles) in their order."""
+    return max(_taken([0.0] * workers, runs))
+
+
+def _taken(ends: list[float], runs: Iterable[tuple[float, int]]) -> list[float]:
+    """When each worker is done, after the tiles of some runs were taken by those that were done first."""
     take = heapq.heapreplace
-    for cost, tiles in reversed(runs):
+    for cost, tiles in runs:
         if tiles >= ALIKE:
             ends.sort()  # which leaves a heap
-        while tiles >= ALIKE and ends[(last := min(tiles, workers)) - 1] <= ends[0] + cost:
+        while tiles >= ALIKE and ends[(last := min(tiles, len(ends))) - 1] <= ends[0] + cost:
             ends[:last] = [end + cost for end in ends[:last]]  # each of these workers takes one
             ends.sort()
             tiles -= last

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -20,19 +21,30 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from flashlane import flash_attn_func, flash_attn_varlen_func
-from flashlane.bench.measure.timing import HostClock, SteadyClock
+from flashlane.bench.measure.timing import HostClock, SteadyClock, drawn_order
 from flashlane.core.arch import DTYPE_NAMES
-from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func, shard_sequence
+from flashlane.distributed import (
+    context_parallel_attn_func,
+    context_parallel_attn_varlen_func,
+    explain_transport,
+    shard_sequence,
+)
 from flashlane.distributed.comm import Ranks, start
 from flashlane.distributed.functional import head_bounds
 from flashlane.jit import compiler
 
 GROUP_SECONDS = 60
 """The timeout of the group's operations."""
-ROUNDS = 3
-ROUND_MS = 60.0
-"""The time for which a call is repeated in each round, within 2 to 50 repetitions."""
+ROUNDS = 7
+ROUND_MS, PREHEAT_MS = 40.0, 25.0
+"""The time for which a call is repeated in each round, at least twice, and that for which it runs before on a GPU."""
+MOST_CALLS = 200
+"""The most repetitions of a call in a round."""
 Call = Callable[[], object]
+BY_MESSAGES = "allgather by messages"
+"""The name of the row of "allgather" with transport "messages"; that with the default transport is "allgather"."""
+ONE = "one process"
+"""The name of the row of the whole problem in each process."""
 
 
 @dataclass(frozen=True)
@@ -121,21 +133,56 @@ class Measured:
         return out.detach(), *torch.autograd.grad(out, qkv, self.do)
 
 
-def milliseconds(calls: dict[str, Call], device: torch.device, rounds: int = ROUNDS) -> dict[str, float]:
-    """Milliseconds of each call on the slowest rank: the median over rounds, in each of which every call is timed."""
-    counts = {}
+def round_milliseconds(
+    calls: dict[str, Call], device: torch.device, rounds: int = ROUNDS, seed: int = 0
+) -> dict[str, list[float]]:
+    """Milliseconds of each call on the slowest rank, round by round.
+
+    In each round every call is timed once, in an order that is drawn for the round and is the same on all ranks. Each
+    runs by itself for :data:`PREHEAT_MS` before, as what ran before a call decides the clock of a power-limited GPU.
+
+    Args:
+        calls: what is timed, by name; all ranks have the same names in the same order.
+        device: of this rank.
+        rounds: how often each call is timed.
+        seed: of the orders.
+    """
+    counts, names = {}, list(calls)
     for name, call in calls.items():
         call()
-        counts[name] = max(2, min(50, round(ROUND_MS / max(_slowest(call, 2, device), 1e-3))))
+        counts[name] = max(2, min(MOST_CALLS, round(ROUND_MS / max(_slowest(call, 2, 0, device), 1e-3))))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(_slowest(call, counts[name], device))
-    return {name: statistics.median(values) for name, values in times.items()}
+    for _, index in drawn_order(len(names), rounds, seed):
+        name = names[index]
+        before = math.ceil(counts[name] * PREHEAT_MS / ROUND_MS) if ROUND_MS and device.type == "cuda" else 1
+        times[name].append(_slowest(calls[name], counts[name], before, device))
+    return times
 
 
-def _slowest(call: Call, count: int, device: torch.device) -> float:
-    call()
+def milliseconds(calls: dict[str, Call], device: torch.device, rounds: int = ROUNDS) -> dict[str, float]:
+    """Milliseconds of each call on the slowest rank: the median over the rounds of :func:`round_milliseconds`."""
+    return {name: statistics.median(each) for name, each in round_milliseconds(calls, device, rounds).items()}
+
+
+def shares_of_ideal(times: dict[str, list[float]], size: int) -> dict[str, float]:
+    """For each call the share of the ideal that it reaches, as the median over rounds.
+
+    In a round it is the time of :data:`ONE` over the number of ranks, over the call's own time.
+
+    Args:
+        times: those of :func:`round_milliseconds`.
+        size: the number of ranks.
+    """
+    return {
+        name: statistics.median(one / size / own for one, own in zip(times[ONE], each, strict=True))
+        for name, each in times.items()
+    }
+
+
+def _slowest(call: Call, count: int, before: int, device: torch.device) -> float:
+    """Milliseconds of one of ``count`` calls on the slowest rank, after ``before`` calls that are not timed."""
+    for _ in range(before):
+        call()
     dist.barrier()
     clock = SteadyClock() if device.type == "cuda" else HostClock()
     worst = torch.tensor([statistics.fmean(clock.time(call, count))], device=device)
@@ -143,27 +190,17 @@ def _slowest(call: Call, count: int, device: torch.device) -> float:
     return float(worst)
 
 
-ONE = "one process"
-
-
 def default_methods(problem: SharedProblem) -> dict[str, dict[str, Any]]:
-    """The methods that are timed when none is named: all of them, "allgather" with several groupings of its heads."""
-    heads = problem.kv_heads
-    groups = (None, max(1, heads // 4), (max(1, heads // 8), heads))
-    found: dict[str, dict[str, Any]] = {
-        f"allgather, {_in_groups(each)}": {"method": "allgather", "heads_k_stride": each}
-        for each in dict.fromkeys(groups)
+    """The methods that are timed when none is named: all of them, "allgather" by messages in several ways, too."""
+    few = max(1, problem.kv_heads // 4)
+    some = f"{BY_MESSAGES}, {few} KV head{'' if few == 1 else 's'} at a time"
+    return {
+        "allgather": {"method": "allgather"},
+        BY_MESSAGES: {"method": "allgather", "transport": "messages"},
+        some: {"method": "allgather", "transport": "messages", "heads_k_stride": few},
+        "ring": {"method": "ring"},
+        "ulysses": {"method": "ulysses"},
     }
-    return {**found, "ring": {"method": "ring"}, "ulysses": {"method": "ulysses"}}
-
-
-def _in_groups(heads: int | Sequence[int] | None) -> str:
-    """``all KV heads at once``, ``1 KV head at a time`` or ``1, then 2 KV heads``."""
-    if heads is None:
-        return "all KV heads at once"
-    if isinstance(heads, int):
-        return f"{heads} KV head{'' if heads == 1 else 's'} at a time"
-    return f"{', then '.join(map(str, heads))} KV heads"
 
 
 def time_methods(
@@ -176,6 +213,8 @@ def time_methods(
 ) -> list[dict[str, Any]]:
     """Measure the milliseconds of methods of a problem, and the share of the ideal that each reaches.
 
+    All are timed in the same rounds, in drawn orders (:func:`round_milliseconds`).
+
     Args:
         device: the device of this rank.
         problem: what is computed. In the first row every rank computes the whole problem alone, all at the same time.
@@ -185,26 +224,24 @@ def time_methods(
         more: other implementations, by the names of their rows.
 
     Returns:
-        A row for each method: its name, milliseconds of the slowest rank, and the ideal (one process's time over the
-        number of ranks) over that, for the forward and for forward and backward.
+        A row for each method: its name, milliseconds of the slowest rank, the ideal (one process's time over the
+        number of ranks) over that as the median over rounds, and the milliseconds of each round, for the forward and
+        for forward and backward.
     """
     size = dist.get_world_size()
     variants = {ONE: problem.on_one(size, device)}
     for name, options in methods.items():
         variants[name] = problem.shared(device, layout=layout, **options)
     variants |= more or {}
-    times = {
-        way: milliseconds({name: getattr(each, way) for name, each in variants.items()}, device, rounds)
-        for way in ("forward", "both")
-    }
-    return [
-        {
-            "method": name,
-            **{f"{way}_ms": round(ms[name], 4) for way, ms in times.items()},
-            **{f"{way}_efficiency": round(ms[ONE] / size / ms[name], 4) for way, ms in times.items()},
-        }
-        for name in variants
-    ]
+    rows: list[dict[str, Any]] = [{"method": name} for name in variants]
+    for way in ("forward", "both"):
+        times = round_milliseconds({name: getattr(each, way) for name, each in variants.items()}, device, rounds)
+        shares = shares_of_ideal(times, size)
+        for row, (name, each) in zip(rows, times.items(), strict=True):
+            row[f"{way}_ms"] = round(statistics.median(each), 4)
+            row[f"{way}_efficiency"] = round(shares[name], 4)
+            row[f"{way}_rounds_ms"] = [round(ms, 4) for ms in each]
+    return rows
 
 
 def link_rates(device: torch.device, megabytes: int = 32) -> dict[str, float]:
@@ -349,6 +386,7 @@ def measure_all(
     elif counts:
         best = min(gathered, key=lambda row: row["both_ms"])
         stride = options[best["method"]].get("heads_k_stride")
+        by_messages = options[best["method"]].get("transport") == "messages"
         workload = Workload(
             problem.tokens,
             problem.heads,
@@ -359,6 +397,7 @@ def measure_all(
             rows[0]["both_ms"],
             groups=group_sizes(stride, problem.kv_heads),
             element_bytes=getattr(torch, problem.dtype).itemsize,
+            copies=not by_messages and explain_transport(None, device)[0] == "copies",
         )
         rates = Links(links["gbs"], links["latency_us"], across_gbs=across_gbs)
         off = checked(workload, rates, best["forward_ms"], best["both_ms"])

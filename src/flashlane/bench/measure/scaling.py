@@ -1,8 +1,9 @@
 """A model of context parallelism by gathered keys: it predicts times on more GPUs than were measured.
 
-The compute of a rank is its share of one GPU's time, increased by :attr:`Workload.excess`. It always waits for the
-first group of heads that it fetches, and for the last group of gradients that it returns. A group between them costs no
-time where the groups before it take longer to compute than all bytes so far take to arrive.
+The compute of a rank is its share of one GPU's time, increased by :attr:`Workload.excess`. By messages it always waits
+for the first group of heads that it fetches, and for the last group of gradients that it returns. A group between them
+costs no time where the groups before it take longer to compute than all bytes so far take to arrive. By copies, which
+ranks of one host have, a pass takes as long as its computation or its transfers, whichever take longer.
 
 Every figure of the model is predicted, not measured; :func:`checked` gives its distance from what was measured.
 """
@@ -53,6 +54,8 @@ class Workload:
     groups: tuple[int, ...] = ()
     """KV heads of each group that is fetched; empty where all are fetched at once."""
     element_bytes: int = 2
+    copies: bool = False
+    """Whether ranks of one host copy; those of several hosts send messages."""
     excess: float = field(default=0.0)
     """Share by which a rank's kernels take longer than their share of one GPU's time."""
 
@@ -76,6 +79,9 @@ class Workload:
     def _pass(self, share: float, ranks: int, links: Links, returns: bool) -> float:
         groups = self.groups or (self.kv_heads,)
         compute = share * (1 + self.excess)
+        if self.copies and ranks <= links.host_gpus:
+            sizes = self.element_bytes, *((F32_BYTES,) if returns else ())
+            return max(compute, sum(links.milliseconds(self._bytes(self.kv_heads, size), ranks) for size in sizes))
         now = arrived = 0.0
         for heads in groups:
             arrived += links.milliseconds(self._bytes(heads, self.element_bytes), ranks)

@@ -7,6 +7,7 @@ rank's loss is multiplied by the number of ranks.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flashlane import flash_attn_func
-from flashlane.bench.measure.ranks import milliseconds
+from flashlane.bench.measure.ranks import ONE, round_milliseconds, shares_of_ideal
 from flashlane.distributed import context_parallel_attn_func, position_ids, shard_sequence
 
 THETA = 500000.0
@@ -178,14 +179,17 @@ class WholeStep:
 def time_steps(
     device: torch.device, sizes: StepProblem, methods: tuple[str, ...], layout: str, rounds: int
 ) -> list[dict[str, Any]]:
-    """Milliseconds of a step by each method, and one process's time divided by the ranks and by that time."""
+    """Milliseconds of a step by each method, and one process's time divided by the ranks and by that time.
+
+    All models are there at once, so that their steps are timed in the same rounds.
+    """
     size = dist.get_world_size()
     total = sizes.tokens * size
-    whole = WholeStep(sizes, device, total)
-    one = milliseconds({"one": whole.step}, device, rounds)["one"]
-    del whole
-    rows = [{"method": "one process", "step_ms": round(one, 3), "step_efficiency": round(1 / size, 4)}]
-    for method in methods:
-        ms = milliseconds({method: SharedStep(sizes, device, method, layout, total).step}, device, rounds)[method]
-        rows.append({"method": method, "step_ms": round(ms, 3), "step_efficiency": round(one / size / ms, 4)})
-    return rows
+    steps: dict[str, Any] = {ONE: WholeStep(sizes, device, total)}
+    steps |= {method: SharedStep(sizes, device, method, layout, total) for method in methods}
+    times = round_milliseconds({name: each.step for name, each in steps.items()}, device, rounds)
+    shares = shares_of_ideal(times, size)
+    return [
+        {"method": name, "step_ms": round(statistics.median(ms), 3), "step_efficiency": round(shares[name], 4)}
+        for name, ms in times.items()
+    ]

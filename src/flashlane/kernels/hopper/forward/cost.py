@@ -169,6 +169,12 @@ def busy(costs: Sequence[float], heads: int, section: int, workers: int) -> floa
     return costs[0] * (rounds + (more > 0) * (LONE_TILE + (1 - LONE_TILE) * more / workers))
 
 
+def mebibytes_of_head(problem: AttentionProblem, config: HopperConfig) -> float:
+    """MiB of K and V of a tile head, of which several may share them."""
+    sharing = max(1, problem.group // config.pack_gqa)
+    return problem.seqlen_k * (problem.head_dim + config.columns_v) * problem.dtype.itemsize / sharing / 2**20
+
+
 def slowdown(
     problem: AttentionProblem,
     config: HopperConfig,
@@ -192,7 +198,7 @@ def slowdown(
     fewest = max(1.0, workers / max(1, len(costs)))  # heads that have as many tiles as there are workers
     at_once = max(fewest, min(section, workers)) if in_sections(problem) else fewest
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
-    factor, mebibytes = 1.0, max(at_once, section) / sharing * problem.seqlen_k * width / 2**20
+    factor, mebibytes = 1.0, max(at_once, section) * mebibytes_of_head(problem, config)
     if problem.head_dim * problem.dtype.itemsize % SECTOR:
         factor += traffic.unaligned * max(0.0, mebibytes - L2_MIB)
         factor += traffic.unaligned_tile * 128 / config.block_m

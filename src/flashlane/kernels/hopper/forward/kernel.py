@@ -37,6 +37,8 @@ ROWS_BEFORE_DECODE = range(CONSUMER_ROWS // 2 + 1, CONSUMER_ROWS + 1)
 double: 1.35 to 1.9 times with 64 rows, level with 32 (benchmarks/archive/forward_orders.json)."""
 TILES_BEFORE_DECODE = 16
 """Fewer were not timed, but for 12, which were level."""
+MOST_DIVIDED = 16
+"""The most ranges of a launch that are divided so that their last tiles are full: each becomes two sequences."""
 BEHIND_MMA = 10.5
 """Between the priority of that family and what its best tag has."""
 
@@ -175,8 +177,14 @@ class HopperForward(DeviceKernel):
         if dense is not None and _config(dense).cluster == 1:  # clusters would wait for keys together
             problem = dense
         config = _config(problem)
-        if problem.varlen and tile_scheduler.in_sections(problem):
-            config = replace(config, heads_per_section=select.fastest_section(ranged.longest(problem, ranges), config))
+        if tile_scheduler.in_sections(problem):
+            parts = [problem]
+            if problem.varlen:
+                if config.pack_gqa == 1 and len(ranges.sequences) <= MOST_DIVIDED:
+                    ranges = ranged.tiles_end_with_rows(ranges, config.block_m)
+                    problem = replace(problem, batch=len(ranges.sequences))
+                parts = ranged.as_problems(problem, ranges)
+            config = replace(config, heads_per_section=select.section_of_ranges(parts, config))
         return ranged.prepare(config, problem, ranges, inputs, out, arriving)
 
     def run(

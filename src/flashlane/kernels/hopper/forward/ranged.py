@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.ranges import OWN, Arriving, RangedRepeat, Ranges
+from flashlane.core.ranges import OWN, Arriving, Range, RangedRepeat, Ranges
 from flashlane.jit import launch, tensormap
 from flashlane.jit.launch_pool import LaunchPlan
 from flashlane.kernels.hopper.forward.config import HopperConfig
@@ -121,11 +121,31 @@ def as_dense(
     return replace(problem, batch=1, varlen=False, seqlen_q=first.q_stop, seqlen_k=first.k_stop)
 
 
-def longest(problem: AttentionProblem, ranges: Ranges) -> AttentionProblem:
-    """The range with most work as a dense problem: its heads are those that run at once for most of the time."""
-    first = ranges.sequences[0]
-    rows, keys = first.q_stop - first.q_first, first.k_stop - first.k_first
-    return replace(problem, batch=1, varlen=False, seqlen_q=rows, seqlen_k=keys)
+def tiles_end_with_rows(ranges: Ranges, block_m: int) -> Ranges:
+    """The same rows in ranges whose last tiles are full: what is left over is a tile of the rows that see fewest keys.
+
+    Under a causal mask each other tile then ends up to a tile's rows earlier, and so do its keys.
+    """
+    found: list[Range] = []
+    for each in ranges.sequences:
+        rows, shift = (each.q_stop - each.q_first) % block_m, each.alignment
+        stop = each.q_first + rows
+        if rows and stop < each.q_stop:
+            found.append(each._replace(q_first=stop, shift=shift + rows))
+            each = each._replace(q_stop=stop, shift=shift)
+        found.append(each)
+    return Ranges(tuple(found), ranges.chunks)
+
+
+def as_problems(problem: AttentionProblem, ranges: Ranges) -> list[AttentionProblem]:
+    """Each range as a dense problem, over the keys that its queries see under a causal mask."""
+    dense = replace(problem, batch=1, varlen=False)
+    found = []
+    for each in ranges.sequences:
+        rows, keys = each.q_stop - each.q_first, each.k_stop - each.k_first
+        seen = min(keys, each.alignment + rows + problem.window_right)
+        found.append(replace(dense, seqlen_q=rows, seqlen_k=max(1, seen)))
+    return found
 
 
 def prepare(

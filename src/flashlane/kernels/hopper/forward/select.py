@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import shared_limit
 from flashlane.kernels import makespan
-from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.arch import ARCH, L2_MIB
 from flashlane.kernels.hopper.forward import cost, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.score import ScoreConfig
@@ -23,6 +23,9 @@ SHARED_HEADS = (4, 8, 16, 32, 64)
 """Key/value heads of a section that are tried, besides all."""
 KEPT = 3
 """Shapes whose orders of tiles are compared: those that were fastest with one section."""
+MOST_SIMULATED = 6000
+"""Tiles of a launch of ranges up to which all numbers of heads of a section are compared whose K and V stay in the L2
+cache; it takes up to 0.1 s."""
 CLOSE = 1 - 1e-9
 """What a lower bound counts, which is rounded as the time is."""
 
@@ -127,9 +130,30 @@ def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:
     return makespan.section_sizes(heads, sharing, SHARED_HEADS)
 
 
-def fastest_section(problem: AttentionProblem, config: HopperConfig) -> int:
-    """Of :func:`section_sizes`, that with the least predicted time of a dense problem."""
-    return min(section_sizes(problem, config), key=cost.Launch(problem, config, 1).predicted)
+def section_of_ranges(parts: Sequence[AttentionProblem], config: HopperConfig) -> int:
+    """Tile heads of a section of the L2 head swizzle with the least predicted time, of any number.
+
+    The tiles of a rank's chunks may all be long, so that a launch ends with tiles of a tenth of its time: which number
+    of heads a section has then decides how evenly they end.
+
+    Args:
+        parts: the ranges of a launch as dense problems, in their order.
+        config: the tile of all of them.
+    """
+    launches = [cost.Launch(part, config, 1) for part in parts]
+    longest = max(launches, key=lambda each: sum(each.costs))
+    sizes = section_sizes(longest.problem, config)
+    if sum(len(each.costs) for each in launches) * longest.heads <= MOST_SIMULATED:
+        kept = cost.mebibytes_of_head(longest.problem, config)
+        sizes += [size for size in range(1, longest.heads) if size * kept <= L2_MIB and size not in sizes]
+
+    def predicted(size: int) -> float:
+        sections = makespan.sections_of(longest.heads, size)
+        runs = ((tile, heads) for each in launches for heads in sections for tile in each.costs)
+        slowdown = cost.slowdown(longest.problem, config, size, longest.costs, longest.one.block, longest.traffic)
+        return makespan.makespan_of_runs(runs, longest.workers) * slowdown
+
+    return min(sizes, key=predicted)
 
 
 def config_of_shape(shape: tiles.TileShape, problem: AttentionProblem) -> HopperConfig:

@@ -1,0 +1,87 @@
+"""The tables of what two_gpus.py measured: shares of the ideal, a training step, and the model of more ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from markdown_parts import table, wrapped
+
+BOTH = ("forward", "both")
+COLUMNS = {
+    "allgather": "default",
+    "allgather by messages": "by messages",
+    "ring (ring-flash-attention's)": "ring (ring-flash-attention's algorithm)",
+    "ulysses": "ulysses",
+    "torch context_parallel": "torch's context_parallel",
+}
+"""Methods and the titles of their columns."""
+Result = Mapping[str, Any]
+
+
+def shares(result: Result) -> str:
+    """Each problem: the shares of the ideal that were asked, and those of each method, forward / both, in %."""
+    asked = {(row["problem"], row["passes"]): row["target"] for row in result["targets"]}
+    rows = []
+    for problem in result["results"]["speed"]["speed"]:
+        name = problem["name"]
+        peers = [each for each in result["results"].get("peers", {}).get("peers", []) if each.get("name") == name]
+        found = {row["method"]: row for each in (*peers, problem) for row in each.get("rows", [])}
+        one = found["one process"]
+        cells = [problem["problem"], " / ".join(f"{asked[name, way]:.0%}".removesuffix("%") for way in BOTH)]
+        cells.append(" / ".join(f"{one[f'{way}_ms']:.2f}" for way in BOTH))
+        for method in COLUMNS:
+            each = found.get(method)
+            cells.append("–" if each is None else " / ".join(f"{100 * each[f'{way}_efficiency']:.1f}" for way in BOTH))
+        rows.append(cells)
+    return table(("problem", "asked", "one GPU, ms", *COLUMNS.values()), rows)
+
+
+def best_of_settings(result: Result) -> str:
+    """Each problem: one GPU's milliseconds, and the shares of the ideal of a method, the best of its settings."""
+    kinds = {"allgather": "allgather", "ring": "ring (ring-flash-attention's algorithm)", "ulysses": "ulysses"}
+    kinds["torch"] = "torch's context_parallel"
+    rows = []
+    for each in result["speed"]:
+        one = each["rows"][0]
+        cells = [each["problem"], f"{one['forward_ms']:.2f} / {one['both_ms']:.2f}"]
+        for kind in kinds:
+            best = [
+                [row[f"{way}_efficiency"] for row in each["rows"] if row["method"].startswith(kind)] for way in BOTH
+            ]
+            cells.append(" / ".join(f"{max(shares):.0%}" for shares in best if shares) or "—")
+        rows.append(cells)
+    return table(("problem", "one GPU ms", *kinds.values()), rows)
+
+
+def step(result: Result) -> str:
+    """Each method: milliseconds of a training step, and the share of the ideal."""
+    rows = result["results"]["step"]["steps"]
+    return table(
+        ("method", "step, ms:", "of the ideal:"),
+        ((row["method"], f"{row['step_ms']:.1f}", f"{100 * row['step_efficiency']:.1f} %") for row in rows),
+    )
+
+
+def model(result: Result) -> str:
+    """Each number of ranks: predicted milliseconds and shares, from what was measured on two."""
+    of = result["results"]["bench"]
+    head = ("ranks:", "tokens:", "forward, ms:", "of the ideal:", "both, ms:", "of the ideal:")
+    rows = (
+        (
+            row["ranks"],
+            f"{row['tokens']:,}",
+            *(text for way in BOTH for text in (f"{row[f'{way}_ms']:.2f}", f"{100 * row[f'{way}_efficiency']:.0f} %")),
+        )
+        for row in of["modelled"]
+    )
+    links = of["links"]
+    said = (
+        f"From {of['modelled_from']}, {of['tokens']:,} tokens a GPU; a link has {links['gbs']:.0f} GB/s by messages, "
+    )
+    notes = [f"{said}and a message of 4 KiB takes {links['latency_us']:.0f} µs.", *of["notes"]]
+    return (
+        table(head, rows)
+        + "\n"
+        + wrapped(" ".join(f"{note[0].upper()}{note[1:].removesuffix('.')}." for note in notes))
+    )
