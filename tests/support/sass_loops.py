@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 LAUNCH_REGISTERS = {1: 240, 2: 168, 3: 128, 4: 96}
 """What ``__launch_bounds__`` leaves a thread, by consumer warpgroups; ``setmaxnreg`` moves registers from there."""
 
 
-def loops(text: str) -> list[list[str]]:
-    """Opcodes of the loops: from a label to a backward branch to it."""
+def loops(text: str, shortest: bool = False) -> list[list[str]]:
+    """Opcodes of the loops: from a label to a backward branch to it.
+
+    Args:
+        text: what the disassembler prints.
+        shortest: only the opcodes of a turn that takes every branch which jumps ahead inside the loop: it masks
+            nothing, and rescales nothing.
+    """
     opcodes: list[str] = []
     labels: dict[str, int] = {}
+    branches: dict[int, str] = {}
     spans: list[tuple[int, int]] = []
     for line in text.splitlines():
         if label := re.match(r"^(\.L_x_\d+):", line):
@@ -22,7 +30,18 @@ def loops(text: str) -> list[list[str]]:
             target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
             if target and target[0] in labels:
                 spans.append((labels[target[0]], len(opcodes)))
-    return [opcodes[a:b] for a, b in spans]
+            elif target:
+                branches[len(opcodes) - 1] = target[0]
+    return [[opcodes[i] for i in _turn(a, b, branches, labels, shortest)] for a, b in spans]
+
+
+def _turn(first: int, end: int, branches: dict[int, str], labels: dict[str, int], shortest: bool) -> Iterator[int]:
+    """The instructions of one turn of a loop."""
+    i = first
+    while i < end:
+        yield i
+        ahead = labels.get(branches.get(i, ""), end)
+        i = ahead if shortest and i < ahead < end else i + 1
 
 
 def families(loop: list[str]) -> Counter[str]:
@@ -30,6 +49,10 @@ def families(loop: list[str]) -> Counter[str]:
     return Counter(op.split(".")[0] for op in loop)
 
 
-def steady_loops(text: str) -> list[list[str]]:
+def steady_loops(text: str, shortest: bool = False) -> list[list[str]]:
     """Opcodes of the loops over key blocks: multiplying but not storing."""
-    return [loop for loop in loops(text) if (has := families(loop))["HGMMA"] and not (has["STG"] or has["UTMASTG"])]
+    return [
+        loop
+        for loop in loops(text, shortest)
+        if (has := families(loop))["HGMMA"] and not (has["STG"] or has["UTMASTG"])
+    ]

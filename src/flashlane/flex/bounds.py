@@ -6,7 +6,7 @@ A mask is not evaluated in the blocks whose bounds tell that all pairs are visib
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,12 @@ from flashlane.flex.program import torch_type
 INFINITY = float("inf")
 OF_BOOLS = ("and", "or", "xor", "not", "where")
 """Operations that take bounds of bools as they are."""
-ROUNDED = ("constant", "cast", "add", "sub", "mul")
+ROUNDED = ("constant", "cast", "add", "sub", "mul", "div")
 """Operations whose results are rounded to their type."""
+RISING = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0), "erf": (-1.0, 1.0)}
+"""Functions that rise from one limit to another."""
+APPROXIMATE = 2.0**-10
+"""The largest relative error of a function of :data:`RISING`: that of the special-function unit's tanh, twice."""
 Pools = dict[tuple[int, tuple[tuple[int, int], ...]], tuple[torch.Tensor, torch.Tensor]]
 """The least and the greatest elements of a tensor's blocks, by its id, axes and sizes; several loads share them."""
 
@@ -53,8 +57,17 @@ class Grid:
     """The number of positions of a block along ``q`` and ``kv``."""
 
 
-def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], integers: Sequence[int]) -> Bounds:
-    """The bounds of an expression in each block; where nothing is known they are infinite, or False and True."""
+def bounds(
+    root: Expression, grid: Grid, tensors: Sequence[torch.Tensor] | None, integers: Sequence[int] | None
+) -> Bounds:
+    """The bounds of an expression in each block; where nothing is known they are infinite, or False and True.
+
+    Args:
+        root: the expression.
+        grid: the blocks.
+        tensors: what it reads; None: tensors with any elements.
+        integers: the values of its ``integer`` parts; None: any.
+    """
     of_expression: dict[Expression, Bounds] = {}
     pools: Pools = {}
     device = grid.first["q"].device
@@ -62,7 +75,11 @@ def bounds(root: Expression, grid: Grid, tensors: Sequence[torch.Tensor], intege
         operands = [of_expression[operand] for operand in e.operands]
         if e.op not in OF_BOOLS:
             operands = [operand.numbers() for operand in operands]
-        if e.op == "input":
+        anything = {"input": e.value == "score", "integer": integers is None, "load": tensors is None}
+        if anything.get(e.op, False):
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            low, high = _everything(Bounds(zero, zero), e.dtype)
+        elif e.op == "input":
             low, high = grid.first[str(e.value)].double(), grid.last[str(e.value)].double()
         elif e.op in ("constant", "integer"):
             number = e.value if e.op == "constant" else integers[e.value[0]]  # type: ignore[index]
@@ -136,12 +153,14 @@ def _reduced(tensor: torch.Tensor, axis: int, size: int, least: bool) -> torch.T
     return (blocks.amin(-1) if least else blocks.amax(-1)).movedim(-1, axis)
 
 
-def _operation(e: Expression, x: list[Bounds], integers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _operation(e: Expression, x: list[Bounds], integers: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
     op = e.op
     if op in ("lt", "le", "gt", "ge", "eq", "ne"):
         return _comparison(op, *x)
     if op == "where":
         condition, *values = x
+        if (clamped := _clamp_of(e)) is not None:
+            return clamped(x[1].low, x[2].low), clamped(x[1].high, x[2].high)
         a, b = values if e.dtype == "bool" else (value.numbers() for value in values)
         lows = torch.where(condition.low, a.low, torch.where(condition.high, a.low.minimum(b.low), b.low))
         highs = torch.where(condition.low, a.high, torch.where(condition.high, a.high.maximum(b.high), b.high))
@@ -155,6 +174,14 @@ def _operation(e: Expression, x: list[Bounds], integers: Sequence[int]) -> tuple
     if op == "mul":
         products = torch.stack(torch.broadcast_tensors(*(a * b for a in _ends(x[0]) for b in _ends(x[1]))))
         return products.amin(0), products.amax(0)
+    if op == "div" and e.operands[1].op == "constant" and e.operands[1].value:
+        ends = torch.stack([end / x[1].low for end in _ends(x[0])])
+        return ends.amin(0), ends.amax(0)
+    if op in RISING:
+        room = torch.finfo(x[0].low.dtype).tiny + APPROXIMATE
+        least, most = RISING[op]
+        low, high = (getattr(torch, op)(end) for end in _ends(x[0]))
+        return (low - room * low.abs()).clamp_min(least), (high + room * high.abs()).clamp_max(most)
     if op == "neg":
         return -x[0].high, -x[0].low
     if op == "abs":
@@ -163,6 +190,8 @@ def _operation(e: Expression, x: list[Bounds], integers: Sequence[int]) -> tuple
     if op in ("minimum", "maximum"):
         least = getattr(torch, op)
         return least(x[0].low, x[1].low), least(x[0].high, x[1].high)
+    if op in ("floordiv", "remainder") and integers is None and e.operands[1].op == "integer":
+        return _everything(x[0], e.dtype)
     if op in ("floordiv", "remainder") and e.operands[1].op in ("constant", "integer") and e.dtype not in FLOATING:
         value: Any = e.operands[1].value
         return _divided(op, x[0], value if e.operands[1].op == "constant" else integers[value[0]])
@@ -178,6 +207,14 @@ def _operation(e: Expression, x: list[Bounds], integers: Sequence[int]) -> tuple
         if e.dtype == source:
             return x[0].low, x[0].high
     return _everything(x[0], e.dtype)
+
+
+def _clamp_of(e: Expression) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """torch.maximum for ``limit if x < limit else x``, as ``clamp`` is written; torch.minimum for ``>``."""
+    condition, *branches = e.operands
+    if condition.op not in ("lt", "le", "gt", "ge") or list(condition.operands) != branches[::-1]:
+        return None
+    return torch.maximum if condition.op in ("lt", "le") else torch.minimum
 
 
 def _everything(like: Bounds, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

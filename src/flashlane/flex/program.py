@@ -102,6 +102,13 @@ class Program:
         """The score as a multiple of the score plus a multiple of the distance; None where it is anything else."""
         return None if self.score is None else device_text.linear_of(self.score)
 
+    @functools.cached_property
+    def centre(self) -> float | None:
+        """A number near which all scores are, so that no row maximum is needed; None where they may be anywhere."""
+        from flashlane.flex import score_range  # whose interval arithmetic has tensors of this module's types
+
+        return score_range.centre_of(self.score)
+
     def header(self, approximate: bool = False, by_distance: bool = False) -> str:
         """CUDA C++ of :data:`HEADER`: ``struct ProgramParams`` and ``struct Program``, scalar and inlined.
 
@@ -137,6 +144,7 @@ class Program:
         bodies["FACTOR"] = device_text.literal(factor, "f32")
         by_slope = self.linear_score if by_distance else None
         bodies["GAIN"] = device_text.literal(1.0 if by_slope is None else by_slope.gain, "f32")
+        bodies["CENTRE"] = device_text.literal(0.0 if self.centre is None else self.centre, "f32")
         bodies["SLOPE"] = (
             "        return 0.f;"
             if by_slope is None
@@ -145,6 +153,7 @@ class Program:
         flags = {
             "HAS_DISTANCE": "distance" in bodies["SCORE"] or None,
             "IS_LINEAR": by_slope,
+            "IS_BOUNDED": None if self.centre is None else True,
             "HAS_SCORE": self.score,
             "HAS_MASK": self.mask,
             "HAS_DERIVATIVE": self.derivative,
@@ -257,6 +266,9 @@ struct Program {
     // Whether a kernel takes the score as GAIN · score + slope() · (kv − q) instead of asking score().
     static constexpr bool IS_LINEAR = @IS_LINEAR@;
     static constexpr float GAIN = @GAIN@;
+    // Whether 2^((score − CENTRE) · log2 e) and its sums have room in f32, so that no row maximum is needed.
+    static constexpr bool IS_BOUNDED = @IS_BOUNDED@;
+    static constexpr float CENTRE = @CENTRE@;
     static __device__ __forceinline__ float slope(const ProgramParams& p, int b, int h) {
 @SLOPE@
     }

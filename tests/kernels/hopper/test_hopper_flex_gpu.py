@@ -34,6 +34,12 @@ SCORES: dict[str, Function | None] = {
     "by head": lambda s, b, h, q, k: s * (1 + 0.1 * h) - 0.01 * (q - k).abs(),
     "linear by head": lambda s, b, h, q, k: 0.5 * s - 0.004 * (h + 1) * (q - k),
 }
+BOUNDED: dict[str, Function | None] = {
+    "cap of 52": lambda s, b, h, q, k: 52 * torch.tanh(s / 52),
+    "clamp": lambda s, b, h, q, k: (4 * s).clamp(-20, 70),
+    "far from 0": lambda s, b, h, q, k: 12 * torch.sigmoid(s - 0.01 * (q - k).abs()) + 200,
+}
+"""Scores whose exponentials need no row maximum of bf16 operands; as small and large tanh."""
 
 
 @dataclass
@@ -157,7 +163,7 @@ def against_f64(
     wide = [t.double().detach().requires_grad_() for t in (q, k, v)]
     keys, values = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in wide[1:])
     scores = wide[0] @ keys.mT * q.shape[3] ** -0.5
-    function = SCORES[score]
+    function = (SCORES | BOUNDED)[score]
     scores = scores if function is None else function(scores, *at)
     scores = scores.masked_fill(~visibility(*at).expand_as(scores), -torch.inf)
     wanted_lse = scores.logsumexp(-1)
@@ -165,7 +171,7 @@ def against_f64(
     expected = torch.exp(scores - wanted_lse[..., None]).nan_to_num(0.0) @ values
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     poison()
-    out, lse = flex_attention(*leaves, SCORES[score], mask, None, True, True)
+    out, lse = flex_attention(*leaves, function, mask, None, True, True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     assert (out.double() - expected).norm() <= 1e-2 * expected.norm()
     assert torch.equal(lse.isfinite(), visible) and (lse.double() - wanted_lse)[visible].abs().max() < 5e-3
@@ -179,8 +185,10 @@ def against_f64(
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("window", [(-1, 0), (70, 0), (33, 90)])
-@pytest.mark.parametrize(("head_dim", "tile"), [(128, (192, 80)), (64, (256, 64))])
-def test_scores_in_a_window(score: str, window: tuple[int, int], head_dim: int, tile: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("head_dim", "tile", "of_tanh"), [(128, (192, 80), (192, 64)), (64, (256, 64), (256, 64))])
+def test_scores_in_a_window(
+    score: str, window: tuple[int, int], head_dim: int, tile: tuple[int, int], of_tanh: tuple[int, int]
+) -> None:
     """Through the public function: a window is an argument of the kernels, not a list."""
     torch.manual_seed(0)
     q, k, v = (
@@ -188,7 +196,8 @@ def test_scores_in_a_window(score: str, window: tuple[int, int], head_dim: int, 
     )
     problem = problem_of(*(t.transpose(1, 2) for t in (q, k, v)), head_dim**-0.5, window)
     config = run_forward.config_of(problem, bind(SCORES[score], None, q.device)[0], None)
-    assert (config.block_m, config.block_n) == tile and bool(config.program) == (score != "none")
+    assert (config.block_m, config.block_n) == (of_tanh if "tanh" in score else tile)
+    assert bool(config.program) == (score != "none") != config.across_tiles
     left, right = window
     both: Function = lambda b, h, i, j: (i - j <= left) & (j - i <= right)  # noqa: E731
     shown: Function = both if left >= 0 else lambda b, h, i, j: j - i <= right
@@ -277,6 +286,36 @@ def test_tanh_with_lists(score: str, head_dim: int, block: int, dtype: torch.dty
         assert ("approximate_tanh(" in config.program) == approximate != ("program::tanh(" in config.program)
     assert configs[1].ping_pong == "off"
     against_f64(q, k, v, score, visible, mask)
+
+
+@pytest.mark.parametrize("score", [*BOUNDED, "small tanh"])
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float16)])
+def test_bounded_scores_at_both_of_their_ends(score: str, lists: bool, head_dim: int, dtype: torch.dtype) -> None:
+    """Large products reach a cap; some rows have only scores at its low end, and some see nothing."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, h, 700, head_dim, device="cuda", dtype=dtype) for h in (4, 2, 2))
+    q[:, :, ::3] *= 20
+    q[:, :, 5::40], k[:, :, 600:] = -4, 4  # of these, the products are far below 0
+    first = torch.where(torch.arange(700, device="cuda") % 40 == 5, 600, 9).int()
+    visible: Function = lambda b, h, i, j: (j >= first[i]) & (i >= j - 50) if lists else i >= j  # noqa: E731
+    mask = create_flashlane_mask(visible, None, None, 700, 700, "cuda")
+    assert (windows.NOTES.of(mask) is None) == lists
+    program = bind(BOUNDED.get(score) or SCORES[score], None, q.device)[0]
+    assert program.centre is not None and (program.centre > 200) == (score == "far from 0")
+    against_f64(q, k, v, score, visible, mask)
+
+
+@pytest.mark.parametrize("score", ["linear", "small tanh", "clamp"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_row_with_a_nan_has_no_number(score: str, head_dim: int) -> None:
+    q, k, v = (torch.randn(1, 2, 300, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    q[0, 1, 77, 3] = torch.nan
+    mask = create_flashlane_mask(lambda b, h, i, j: i >= j, None, None, 300, 300, "cuda")
+    out = flex_attention(q, k, v, (SCORES | BOUNDED)[score], mask)
+    nan = torch.zeros(out.shape[:-1], dtype=torch.bool, device="cuda")
+    nan[0, 1, 77] = True
+    assert torch.equal(out.isnan().all(-1), nan) and torch.equal(out.isnan().any(-1), nan)
 
 
 @pytest.mark.parametrize("score", ["linear", "small tanh", "large tanh"])

@@ -69,7 +69,7 @@ __device__ __forceinline__ void exponentiate_row(float (&s)[N], int half, float 
 struct RowSoftmax {
     float max[2], sum[2];          // in the scores' own unit, before the scale
 
-    __device__ __forceinline__ void reset() { max[0] = max[1] = -INF, sum[0] = sum[1] = 0.f; }
+    __device__ __forceinline__ void reset(float least = -INF) { max[0] = max[1] = least, sum[0] = sum[1] = 0.f; }
 
     // Updates the row maxima. `alpha`: the factor of O and of the sums so far; `bias`: the term that the exponent adds.
     // OFFSET: the row's scores are s + offset[half].
@@ -96,6 +96,20 @@ struct RowSoftmax {
             bias[half] = OFFSET ? (offset[half] - row_max) * scale : -row_max * scale;
             if (MASKED) bias[half] = row_max == -INF ? 0.f : bias[half];
         }
+    }
+
+    // Turns S into P = 2^((S − max) · scale) where the maximum is a constant.
+    template <int N>
+    __device__ __forceinline__ void exponentiate_bounded(float (&s)[N], float scale_log2, float constant_max) {
+        float block_sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+        const float bias = -constant_max * scale_log2;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            s[i] = ex2(fmaf(s[i], scale_log2, bias));
+            block_sum[i / 2 % 2][i % 2] += s[i];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) sum[half] += block_sum[half][0] + block_sum[half][1];
     }
 
     // Turns S into P = 2^(S · scale + bias), not yet divided by its sum. SCALED: S contains the scale already.

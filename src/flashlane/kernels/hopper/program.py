@@ -8,8 +8,8 @@ NO_PROGRAM = """#pragma once
 struct ProgramParams {};
 struct Program {
     static constexpr bool HAS_SCORE = false, HAS_MASK = false, HAS_DERIVATIVE = false;
-    static constexpr bool HAS_DISTANCE = false, IS_LINEAR = false;
-    static constexpr float FACTOR = 1.f, GAIN = 1.f;
+    static constexpr bool HAS_DISTANCE = false, IS_LINEAR = false, IS_BOUNDED = false;
+    static constexpr float FACTOR = 1.f, GAIN = 1.f, CENTRE = 0.f;
     using Params = const ProgramParams&;
     using Distance = program::Distance;
     static __device__ float score(Params, float x, float scale, int, int, int, int, Distance) { return x * scale; }

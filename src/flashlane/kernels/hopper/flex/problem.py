@@ -31,6 +31,8 @@ class Program(Protocol):
     """None where the score's derivative is 1."""
     linear_score: object | None
     """None unless it is a multiple of the score plus a multiple of the distance."""
+    centre: float | None
+    """A number near which all scores are; None where they may be anywhere."""
 
     def mask_inputs(self) -> set[str]:
         """Which of ``b``, ``h``, ``q`` and ``kv`` the mask depends on."""
@@ -128,6 +130,11 @@ class _NoArguments(ctypes.Structure):
 def takes_approximate_tanh(problem: AttentionProblem) -> bool:
     """Whether the tanh of a score is approximate: of bf16 operands, as a soft cap's is (``attention/score.cuh``)."""
     return problem.dtype == torch.bfloat16
+
+
+def needs_no_maximum(problem: AttentionProblem, program: Program) -> bool:
+    """Whether the forward subtracts a constant from scores, not their row's maximum: P in f16 would overflow."""
+    return problem.dtype == torch.bfloat16 and program.centre is not None
 
 
 def kernel_header(program: Program, mask_bits: bool, approximate: bool, by_distance: bool = False) -> str:

@@ -20,13 +20,14 @@ from flashlane.kernels.hopper.flex.problem import (
     Window,
     kernel_arguments,
     kernel_header,
+    needs_no_maximum,
     problem_of,
     takes_approximate_tanh,
 )
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import PreparedForward
 from flashlane.kernels.hopper.forward.tile_scheduler import FULL_ENOUGH, ceil_div
-from flashlane.kernels.hopper.forward.tiles import M192N64S3, M192N80S3, M256N64S4, TileShape
+from flashlane.kernels.hopper.forward.tiles import M192N64S3, M192N80S3, M256N64S4, M256N64S4_FREE, TileShape
 
 PLANS_KEPT = 1024
 LEAST_SCALE = 2.0**-20
@@ -35,14 +36,19 @@ NARROW, MEDIUM, WIDE = 64, 128, 192
 """Head dims up to which a tile's operands take that much shared memory and registers."""
 
 
-def tile_of(head_dim: int, block: tuple[int, int] | None, has_tanh: bool = False) -> tuple[TileShape, int]:
+def tile_of(
+    head_dim: int, block: tuple[int, int] | None, has_tanh: bool = False, bounded: bool = False
+) -> tuple[TileShape, int]:
     """The tile, and the CTAs of an SM, for the larger head dim and the blocks of lists that follow no function.
 
     Tiles of 64 rows are for lists whose blocks have 64: two CTAs then hide each other's softmax, as two consumers do.
-    With a tanh and Q in registers, the loop of tiles of 128 rows would spill.
+    With a tanh and Q in registers, the loop of tiles of 128 rows would spill. Consumers with a tanh wait for the
+    special-function unit, not for each other's products; a bounded score's steps are short, and so are its tiles.
     """
     if block is None and head_dim <= MEDIUM:  # more consumers hide what a program adds to the softmax
-        return (M256N64S4 if head_dim <= NARROW else M192N80S3), 1
+        if head_dim <= NARROW:
+            return (M256N64S4_FREE if has_tanh else M256N64S4), 1
+        return (M192N64S3 if bounded else M192N80S3), 1
     rows, keys = (128, 128) if block is None else (128 if size % 128 == 0 else 64 for size in block)
     if head_dim <= NARROW:
         one = TileShape(keys, 1, 3 if keys == 128 else 5), 2
@@ -54,11 +60,9 @@ def tile_of(head_dim: int, block: tuple[int, int] | None, has_tanh: bool = False
     return (TileShape(64, rows // 64, 2, one_barrier=False), 1)
 
 
-def tile_of_score(head_dim: int, has_tanh: bool) -> TileShape | None:
+def tile_of_score(head_dim: int) -> TileShape | None:
     """The tile of a score and lists of a function's mask by bits, where more consumers hide the score; else None."""
-    if head_dim <= NARROW:
-        return M256N64S4
-    return M192N64S3 if has_tanh and head_dim <= MEDIUM else None
+    return M256N64S4_FREE if head_dim <= NARROW else M192N64S3 if head_dim <= MEDIUM else None
 
 
 @functools.lru_cache(maxsize=PLANS_KEPT)
@@ -76,10 +80,10 @@ def config_of(
     # A function's visible pairs lie together: neighbouring rows of units see nearly the same.
     blocks = block if program.mask is None or block is None else (128, block[1])
     largest, has_tanh = max(problem.head_dim, problem.head_dim_v), program.has_tanh()
-    shape, ctas = tile_of(largest, blocks, has_tanh)
-    if mask_bits and program.score is not None:
-        shape = tile_of_score(largest, has_tanh) or shape
     approximate = takes_approximate_tanh(problem)
+    shape, ctas = tile_of(largest, blocks, has_tanh, needs_no_maximum(problem, program))
+    if mask_bits and program.score is not None:
+        shape = tile_of_score(largest) or shape
     config = HopperConfig(
         problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
@@ -87,6 +91,8 @@ def config_of(
         block_lists=block is not None, mask_bits=mask_bits, ctas_per_sm=ctas,
         heads_per_section=_section(problem),
     )  # fmt: skip
+    # Kernels without a program are compiled once for all masks; a program's is compiled while its caller waits.
+    config = replace(config, across_tiles=not config.program)
     if config.shared_memory > shared_limit(ARCH):
         config = replace(config, stages=2)
     by_hand = block is not None and program.mask is None

@@ -71,7 +71,7 @@ struct Consumer : Mainloop {
             begin_rows();
             n_block = step_over(mine, n_block, n_block == all.high - 1 ? min(BLOCK_N, last_v_rows) : BLOCK_N);
             if (!cfg::Q_IN_REGISTERS) release_q();
-            pv_pending = true, pending = tile;
+            end_tile();
             if constexpr (!ALL_SEE_FIRST_KEYS)
                 for (; n_block >= all.low; --n_block) step_without_scores();  // before the first key of these rows
         }
@@ -104,12 +104,22 @@ struct Consumer : Mainloop {
         }
         load_q_fragments();
         begin_rows();
-        if (pv_pending) boundary_step(pending, 0, true);
-        else first_step(0, true);
+        if constexpr (cfg::ACROSS_TILES) {
+            if (pv_pending) boundary_step(pending, 0, true);
+            else first_step(0, true);
 #pragma unroll 1
-        for (++i; !listed.last(rows.warpgroup); ++i) step<true>(0);
+            for (++i; !listed.last(rows.warpgroup); ++i) step<true>(0);
+        } else {
+            issue_first_product();
+#pragma unroll 1
+            for (++i;; ++i) {
+                finish_step(0, true);
+                if (listed.last(rows.warpgroup)) break;
+                issue_both_products();
+            }
+        }
         if (!cfg::Q_IN_REGISTERS) release_q();
-        pv_pending = true, pending = tile;
+        end_tile();
         if constexpr (CONSUMERS > 1) {
 #pragma unroll 1
             for (; i < steps; ++i) step_without_scores();
@@ -122,6 +132,15 @@ struct Consumer : Mainloop {
         const int first_row = tile.row + rows.first(), first_query = first_row / PACK_GQA;
         const int last_query = min((first_row + CONSUMER_ROWS - 1) / PACK_GQA, sequence.q_length - 1);
         BlockRange unmasked = unmasked_n_block_range<BLOCK_N>(mask_of(p, sequence), first_query, last_query);
+        if constexpr (!cfg::ACROSS_TILES) {
+            issue_first_product();
+#pragma unroll 1
+            while (true) {
+                finish_step(n_block, n_block >= unmasked.high || n_block < unmasked.low);
+                if (--n_block < mine.low) return n_block;
+                issue_both_products();
+            }
+        }
         const bool masked = n_block >= unmasked.high || n_block < unmasked.low;
         if (!COMBINE_IN_KERNEL && pv_pending) boundary_step(pending, n_block, masked);
         else first_step(n_block, masked);
@@ -140,6 +159,11 @@ struct Consumer : Mainloop {
             for (; n_block >= mine.low; --n_block) step<true>(n_block);
         }
         return n_block;
+    }
+    // Leaves the tile's last P to the next stage, which has its V: to the next tile, or at once.
+    __device__ __forceinline__ void end_tile() {
+        if constexpr (cfg::ACROSS_TILES) pv_pending = true, pending = tile;
+        else last_step<true>(tile);
     }
     __device__ __forceinline__ void step_without_scores() {
         if (pv_pending) {

@@ -178,8 +178,12 @@ struct Mainloop {
         if constexpr (cfg::BLOCK_LISTS) mask_listed(n_block);
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
         constexpr bool OFFSET = Score::HAS_DISTANCE || Program::IS_LINEAR;
-        softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, OFFSET>(s, late_scale(p), offset, alpha, bias);
-        softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
+        if constexpr (BOUNDED) {
+            softmax.exponentiate_bounded(s, late_scale(p), BOUNDED_MAX);
+        } else {
+            softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, OFFSET>(s, late_scale(p), offset, alpha, bias);
+            softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
+        }
     }
     // On which side of the rows the visible keys of an n-block lie: 1 if none is after the position of any row, −1 if
     // none is before it, 0 otherwise.
@@ -202,9 +206,13 @@ struct Mainloop {
                             n_block * BLOCK_N + 2 * (rows.lane % 4), sequence.k_length);
         }
     }
+    __device__ __forceinline__ void reset_softmax() {
+        if constexpr (BOUNDED) softmax.reset(BOUNDED_MAX);
+        else softmax.reset(cfg::ACROSS_TILES ? -INF : LEAST_MAX / fmaxf(1.f, late_scale(p)));
+    }
     __device__ __forceinline__ void softmax_of_first(int n_block, bool mask) {
         float alpha[2];
-        softmax.reset();
+        reset_softmax();
         softmax_of<true>(n_block, mask, alpha);
     }
     __device__ __forceinline__ void pack_probabilities() {
@@ -212,6 +220,7 @@ struct Mainloop {
         for (int i = 0; i < BLOCK_N / 4; ++i) probabilities[i] = Convert<Element>::pack(s[2 * i], s[2 * i + 1]);
     }
     __device__ __forceinline__ void rescale_output(const float (&alpha)[2]) {
+        if constexpr (BOUNDED) return;
         if (!__any_sync(0xffffffffu, alpha[0] != 1.f || alpha[1] != 1.f)) return;
 #pragma unroll
         for (int i = 0; i < COLUMNS_V / 2; ++i) o[i] *= alpha[i / 2 % 2];
@@ -249,6 +258,33 @@ struct Mainloop {
         softmax_of<MASKED>(n_block, MASKED, alpha);
         // Complete since the step began. The wait ends the basic block, or ptxas moves the one below
         // above the exponentials.
+        if (cfg::LATE_WAIT) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
+        wgmma_wait<0>(o);
+        release_kv();
+        pack_probabilities();
+        rescale_output(alpha);
+    }
+    // Without ACROSS_TILES: S of a tile's first n-block. An empty group stands for the P·V that is in flight with the S
+    // of the others, so that all n-blocks have one body.
+    __device__ __forceinline__ void issue_first_product() {
+        reset_softmax();
+        zero_output();
+        fence_registers(o);  // or ptxas writes the zeros between products, and serialises them
+        wait_kv();
+        pingpong_wait();
+        wgmma_fence();
+        gemm_qk();
+        wgmma_commit();
+        pingpong_arrive();
+        read_listed();
+        load_mask_bits();
+    }
+    // The rest of a step: the softmax of the S that is in flight, and what waits for the P·V under it.
+    __device__ __forceinline__ void finish_step(int n_block, bool mask) {
+        float alpha[2];
+        wgmma_wait<1>(s);
+        release_k();
+        softmax_of<false>(n_block, mask, alpha);
         if (cfg::LATE_WAIT) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
         wgmma_wait<0>(o);
         release_kv();

@@ -43,12 +43,20 @@ static_assert(CLUSTER == 1 || (CLUSTER == 2 && !cfg::VARLEN && !cfg::CACHE && !c
 static_assert(!cfg::GATHER || cfg::PAGED);
 static_assert(!cfg::RANGES || (cfg::VARLEN && !cfg::PAGED));
 static_assert(!cfg::ARRIVALS || (!cfg::PAGED && !cfg::BLOCK_LISTS && CLUSTER == 1));
+static_assert(cfg::ACROSS_TILES || (!cfg::SPLIT && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED));
 static_assert(!cfg::BLOCK_LISTS ||
               (CLUSTER == 1 && PACK_GQA == 1 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 // Scores are in base 2 before their maximum is taken; their last factor can otherwise wait for the exponent's FFMA.
 constexpr bool SCALED = !Score::LATE_SCALE && !Program::HAS_SCORE;
 // Whether all scores of a row may be −∞ in a block that is not masked: a list or a program may hide them.
-constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || (Program::HAS_SCORE && !Program::IS_LINEAR);
+constexpr bool ANY_MAY_BE_HIDDEN =
+    cfg::ACROSS_TILES && (cfg::BLOCK_LISTS || (Program::HAS_SCORE && !Program::IS_LINEAR));
+// Without ACROSS_TILES a row's maximum begins with this one instead of −∞, over the scale. Differences from it are no
+// NaN, so that a row without a visible score needs no test. Scores below it count as hidden.
+constexpr float LEAST_MAX = -1e38f;
+// Whether 2^(score − a constant) needs no row maximum. P in f16 would overflow.
+constexpr bool BOUNDED = Program::IS_BOUNDED && is_same<Element, __nv_bfloat16>;
+constexpr float BOUNDED_MAX = Program::CENTRE / Program::FACTOR;  // in the unit of Program::score
 constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
 

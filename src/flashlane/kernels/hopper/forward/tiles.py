@@ -26,6 +26,8 @@ class TileShape:
 
 M256N64S4 = TileShape(64, 4, 4, q_stages=2, pingpong=True)
 """Four consumers and short n-blocks: little is lost at the ends of short sequences of small heads."""
+M256N64S4_FREE = replace(M256N64S4, pingpong=False)
+"""The same without ping-pong, for programs whose steps are longer."""
 M192N128S3 = TileShape(128, 3, 3, q_stages=2, pingpong=True)
 M192N80S3 = TileShape(80, 3, 3)
 """Three consumers: an n-block serves more rows, and more products hide a softmax."""

@@ -1,0 +1,53 @@
+"""Whether the form of a score bounds it: soft caps and clamps have exponentials that need no row maximum.
+
+The softmax subtracts a row's maximum so that exponentials have room in f32. Those of a bounded score have it with a
+constant in the maximum's place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from flashlane.flex import bounds
+from flashlane.flex.expression import Expression
+
+LARGEST = 76.0
+"""The largest |score − centre| in base 2. Sums of 2^22 such exponentials are below 2^98, and P·V is finite for values
+below 2^28; sums of the least ones are above 2^-76, far from the least f32."""
+POSITIONS = 1 << 22
+"""What ``q`` and ``kv`` are below, and ``b`` and ``h``."""
+
+
+@functools.cache
+def _any_pair() -> bounds.Grid:
+    """One block that has every pair of every call."""
+    least = torch.zeros((), dtype=torch.int64)
+    names = ("b", "h", "q", "kv")
+    first, last = dict.fromkeys(names, least), dict.fromkeys(names, least + (POSITIONS - 1))
+    return bounds.Grid(first, last, {"q": least, "kv": least}, {"q": POSITIONS, "kv": POSITIONS})
+
+
+def range_of(score: Expression) -> tuple[float, float]:
+    """The least and the greatest value that a score may have, by its form; infinite where nothing is known.
+
+    Scores, captured tensors and integers may be anything. A NaN stays a NaN.
+    """
+    found = bounds.bounds(score, _any_pair(), None, None).numbers()
+    return found.low.item(), found.high.item()
+
+
+def centre_of(score: Expression | None) -> float | None:
+    """A number from which the score differs by at most :data:`LARGEST` (in base 2); None where there is none.
+
+    It is 0 where that is near enough, as the centre of a soft cap.
+    """
+    if score is None:
+        return None
+    low, high = range_of(score)
+    most = LARGEST * math.log(2)
+    if not high - low <= 2 * most:
+        return None
+    return 0.0 if max(-low, high) <= most else (low + high) / 2
