@@ -52,10 +52,11 @@ docs: venv-test ## build the documentation site into build/site; a warning is an
 compile: venv-test ## compile every kernel for every architecture and read the compiler's reports
 	$(BIN)/flashlane compile --all $(ARGS)
 
-wheel: venv-test ## without a GPU: flashlane's wheel with the PTX of the kernels that PTX asks for, into dist
+wheel: venv-test ## without a GPU: flashlane's wheel with the PTX of the kernels that PTX and CUBINS ask for
 	rm -rf build/lib src/flashlane/ptx
 	$(BIN)/flashlane prebuild $(PTX) --causal --ptx --out src/flashlane/ptx
 	$(BIN)/flashlane prebuild $(PTX) --no-causal --ptx --out src/flashlane/ptx
+	$(BIN)/flashlane prebuild $(CUBINS) --ptx --out src/flashlane/ptx
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --no-index --quiet --wheel-dir dist .
 	rm -rf build/lib src/flashlane/ptx
 

@@ -323,6 +323,14 @@ class BackwardKernel(ABC):
             config: the configuration to run, or None for that of :meth:`config`.
         """
 
+    def compile_ahead(self, problem: AttentionProblem, inputs: Inputs, forward: Kernel | None = None) -> None:
+        """Compile what :meth:`run` will want for a call, while another thread compiles the forward kernel.
+
+        A kernel that another compiler compiles when it is launched overrides this; those of a :class:`CompiledKernel`
+        are known by its sources. The inputs' memory is neither read nor kept.
+        """
+        return None
+
     def prepare(
         self, problem: AttentionProblem, inputs: Inputs, forward: Kernel | None = None
     ) -> RepeatBackward | None:

@@ -154,25 +154,40 @@ _alongside = threading.local()
 
 
 @contextlib.contextmanager
-def alongside(sources: Callable[[], Sequence[KernelSource]], arch: str) -> Iterator[None]:
-    """If this thread compiles a kernel inside, others compile these at the same time, for calls that will want them.
+def alongside(compile_others: Callable[[], object]) -> Iterator[None]:
+    """If this thread compiles a kernel inside, another one calls a function that compiles what later calls will want.
 
     Where the kernel is in the cache, nothing is started. What fails so says nothing: it fails again, and raises, where
     it is wanted. The process ends after the threads.
     """
 
-    def compile_others() -> None:
+    def in_silence() -> None:
         with contextlib.suppress(Exception):
-            compile_together(sources(), arch)
+            compile_others()
 
-    def start() -> None:
-        threading.Thread(target=compile_others, name="compile what will follow").start()
-
-    _alongside.start = start
+    _alongside.work = in_silence
     try:
         yield
     finally:
-        _alongside.start = None
+        _alongside.work = None
+
+
+def start_alongside(delay: float = 0.005) -> Callable[[], None]:
+    """Start what :func:`alongside` was given, if this thread is inside and has not started it: it compiles a kernel.
+
+    Args:
+        delay: seconds until it begins. Both threads have Python to run, and this one is not to wait for the other.
+
+    Returns:
+        A function that leaves it out if it has not begun.
+    """
+    work, _alongside.work = getattr(_alongside, "work", None), None
+    if work is None:
+        return lambda: None
+    timer = threading.Timer(delay, work)
+    timer.name = "compile what will follow"
+    timer.start()
+    return timer.cancel
 
 
 def _try_to_compile(source: KernelSource, arch: str) -> None:
@@ -235,9 +250,7 @@ class _Task:
         found = self.load()
         if found is not None:
             return found
-        if (start := getattr(_alongside, "start", None)) is not None:
-            _alongside.start = None
-            start()
+        start_alongside()
         key = self._key(toolchain.compiler_version(), toolchain.runtime_headers_digest())
         assembled = self._assemble(key)
         cubin, log = assembled or _run_nvrtc(self.source, self.arch, self.headers, self.flags)

@@ -171,7 +171,7 @@ def differentiable(
 
     So the backward of a first call costs no more than that of the calls that follow.
     """
-    with execute.compiling_backward_too(problem, kernel):
+    with execute.compiling_backward_too(problem, inputs, kernel):
         leaves = inputs.q, inputs.k, inputs.v, None if inputs.alone else inputs
         found = None if entry is None else recorded(entry, *leaves)
         return found or Attention.apply(problem, inputs, kernel, *schema.differentiable_of(inputs))

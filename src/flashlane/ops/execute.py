@@ -11,7 +11,7 @@ import torch
 from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import CompiledKernel, Kernel
-from flashlane.jit import KernelSource, alongside
+from flashlane.jit import alongside, compile_together
 from flashlane.ops import call_cache, schema, torch_rules
 from flashlane.ops.call_cache import Results
 
@@ -54,14 +54,19 @@ def forward(kernel: Kernel, problem: AttentionProblem, inputs: Inputs) -> Result
     return out, lse
 
 
-def compiling_backward_too(problem: AttentionProblem, kernel: Kernel) -> contextlib.AbstractContextManager[None]:
+def compiling_backward_too(
+    problem: AttentionProblem, inputs: Inputs, kernel: Kernel
+) -> contextlib.AbstractContextManager[None]:
     """Where the forward kernel is compiled inside, the kernels of the backward are compiled at the same time."""
 
-    def sources() -> tuple[KernelSource, ...]:
+    def compile_backward() -> None:
         chosen = dispatch.select_backward(problem, kernel)
-        return chosen.sources(problem) if isinstance(chosen, CompiledKernel) else ()
+        if isinstance(chosen, CompiledKernel):
+            compile_together(chosen.sources(problem), problem.arch)
+        else:
+            chosen.compile_ahead(problem, inputs, kernel)
 
-    return alongside(sources, problem.arch) if problem.arch else contextlib.nullcontext()
+    return alongside(compile_backward) if problem.arch else contextlib.nullcontext()
 
 
 def backward(

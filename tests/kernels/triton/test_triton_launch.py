@@ -155,7 +155,7 @@ def launched_by(
     compiles = types.SimpleNamespace(interpret=False)
     monkeypatch.setattr(launch, "knobs", types.SimpleNamespace(runtime=compiles))
     kernel = launch.Launch(None, (2, 3), ARGUMENTS, {})
-    monkeypatch.setattr(kernel, "_compile", lambda *arguments: compiled_kernel)
+    monkeypatch.setattr(kernel, "compile", lambda *arguments: compiled_kernel)
     return kernel, plan_calls, through_triton
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashlane import jit
-from flashlane.core.problem import AttentionProblem, Gradients, Inputs
+from flashlane.core.problem import TENSORS, AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel, register
 from flashlane.kernels.features import CACHE, PAGED
 from flashlane.kernels.params import check_gradient_inputs
@@ -190,30 +191,54 @@ class PreparedBackward:
         do: torch.Tensor,
         dlse: torch.Tensor | None,
     ) -> Gradients:
-        score, problem = _score(), self.problem
+        calls, tensors, partial, gradients = self._calls(inputs, out, lse, do, dlse)
+        if any(launch.compiled is None for launch, _, _ in calls):
+            _compile(calls)
+        for launch, named, descriptors in calls:
+            launch(named, descriptors)
         q, k, v = inputs.q, inputs.k, inputs.v
         if self.stacked:
-            of_all = self._memory(q, self.splits[0], 3)
-            dq, dk, dv = of_all.unbind(1)
+            dq, dk, dv = gradients[0].sum(0).to(q.dtype).unbind()
+        else:
+            dq, dk, dv = (_sum_of_splits(*pair) for pair in zip(gradients, (q, k, v), strict=True))
+        more = _score().modifier_gradients(partial, inputs, dq)
+        return Gradients(dq, dk, dv, self._bias(tensors, inputs), **more)
+
+    def compile(
+        self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
+    ) -> None:
+        """Have Triton compile the kernels of a call, but for the bias'; the tensors may be on ``meta``."""
+        _compile(self._calls(inputs, out, lse, do, dlse)[0])
+
+    def _calls(
+        self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None
+    ) -> tuple[list[Any], dict[str, Any], dict[str, Any], tuple[torch.Tensor, ...]]:
+        """The launches with what they are called with, what they read, partial sums, and gradients to be written.
+
+        Where :attr:`stacked`, the gradients are one tensor of all splits.
+        """
+        score, problem = _score(), self.problem
+        q, k, v = inputs.q, inputs.k, inputs.v
+        gradients: tuple[torch.Tensor, ...]
+        if self.stacked:
+            gradients = (self._memory(q, self.splits[0], 3),)
+            dq, dk, dv = gradients[0].unbind(1)
         else:
             dq = self._memory(q, self.splits[1])
             dk, dv = (self._memory(side, self.splits[0]) for side in (k, v))
+            gradients = dq, dk, dv
         delta, lse2 = torch.empty((2, *self.stat_shape), dtype=torch.float32, device=q.device).unbind()
         partial = score.partial_gradients(inputs, self.statistics_tiles, problem.heads)
-        if self.statistics is not None:
-            self.statistics({**partial, "out": out, "do": do, "log": lse, "dlog": dlse, "delta": delta, "lse": lse2})
+        rows = {**partial, "out": out, "do": do, "log": lse, "dlog": dlse, "delta": delta, "lse": lse2}
         tensors = {"q": q, "k": k, "v": v, "do": do, "lse": lse2, "delta": delta}
         for name, field in self.optional:
             tensors[name] = getattr(inputs, field)
-        if self.key is not None:
-            self.key({**tensors, "dk": dk, "dv": dv}, self.key_descriptors)
-        if self.query is not None:
-            self.query({**tensors, "dq": dq}, self.query_descriptors)
-        if self.stacked:
-            dq, dk, dv = of_all.sum(0).to(q.dtype).unbind()
-        else:
-            dq, dk, dv = _sum_of_splits(dq, q), _sum_of_splits(dk, k), _sum_of_splits(dv, v)
-        return Gradients(dq, dk, dv, self._bias(tensors, inputs), **score.modifier_gradients(partial, inputs, dq))
+        calls = [
+            (self.statistics, rows, None),
+            (self.key, {**tensors, "dk": dk, "dv": dv}, self.key_descriptors),
+            (self.query, {**tensors, "dq": dq}, self.query_descriptors),
+        ]
+        return [call for call in calls if call[0] is not None], tensors, partial, gradients
 
     def _memory(self, like: torch.Tensor, splits: int, *gradients: int) -> torch.Tensor:
         """A gradient to be written, or the splits of one or of several."""
@@ -234,6 +259,21 @@ class PreparedBackward:
         if is_whole:
             return grad.view(bias.shape)
         return grad.sum_to_size((1,) * (4 - bias.dim()) + bias.shape).to(bias.dtype).view(bias.shape)
+
+
+_compiling = threading.Lock()
+"""Held while kernels are compiled, so that a backward waits for what another thread compiles for it."""
+
+
+def _compile(calls: list[Any]) -> None:
+    from flashlane.kernels.triton import launch
+
+    with _compiling:
+        launch.compile_together(calls)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _sum_of_splits(splits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -496,11 +536,25 @@ class TritonBackward(BackwardKernel):
         forward: Kernel | None = None,
         config: BackwardConfig | None = None,
     ) -> Gradients:
-        # f32 is multiplied as the forward multiplied it, where that has a choice.
+        precision = self._precision(problem, forward)
+        return triton_backward(problem, *call, bias_grad=bias_grad, precision=precision, config=config)
+
+    def compile_ahead(self, problem: AttentionProblem, inputs: Inputs, forward: Kernel | None = None) -> None:
+        device = inputs.q.device
+        without = {name: _without_memory(t) for name in TENSORS if (t := getattr(inputs, name)) is not None}
+        inputs = replace(inputs, **without)
+        out = torch.empty((*inputs.q.shape[:-1], inputs.v.shape[-1]), dtype=inputs.q.dtype, device="meta")
+        rows = (out.shape[-2], out.shape[0]) if problem.varlen else (out.shape[0], out.shape[2], out.shape[1])
+        call = inputs, out, torch.empty(rows, dtype=torch.float32, device="meta"), out, None
+        with torch.cuda.device(device), torch.no_grad():
+            prepare(problem, *call, False, self._precision(problem, forward), None).compile(*call)
+
+    @staticmethod
+    def _precision(problem: AttentionProblem, forward: Kernel | None) -> str:
+        """f32 is multiplied as the forward multiplied it, where that has a choice."""
         chosen = getattr(forward, "precision_of", None)
         family = "" if forward is None else forward.family
-        precision = PRECISION_OF_FAMILY.get(family, "ieee") if chosen is None else chosen(problem)
-        return triton_backward(problem, *call, bias_grad=bias_grad, precision=precision, config=config)
+        return PRECISION_OF_FAMILY.get(family, "ieee") if chosen is None else chosen(problem)
 
 
 register(TritonBackward())

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from triton import knobs
-from triton.runtime import driver
+from triton.compiler import compiler
+from triton.runtime import cache, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashlane.jit.compiler import start_alongside
 from flashlane.kernels.triton.driver_launch import plan_of
 
 Tensors = dict[str, Any]
@@ -25,21 +29,34 @@ SMALL_INTEGER, LARGE_INTEGER = 3, (1 << 40) + 1
 """Integers of 32 and of 64 bits of which Triton makes no kernel variant: neither is 1 or a multiple of 16."""
 
 
+LOADED_SECONDS = 0.15
+"""A kernel that Triton has not compiled in this time is not in its cache."""
 SOUND_PTXAS = (12, 9)
 """ptxas 12.8, which Triton 3.6 takes below sm_100, loses the first half of a 64-bit addition in the uniform registers
 that hold wgmma descriptors: a product then reads whatever lies elsewhere in shared memory (docs/triton.md)."""
 
 
+_assembler, _assembler_chosen, _assembling = threading.Lock(), contextlib.ExitStack(), 0
+"""What Triton assembles with is set for the whole process: by the first thread that compiles, until the last one."""
+
+
 @contextlib.contextmanager
 def sound_assembler() -> Iterator[None]:
     """Compile with the newer ptxas that Triton brings for Blackwell, where the one that it would take is too old."""
-    newer = None if knobs.runtime.interpret or torch.version.hip else _newer_ptxas()
-    if newer is None:
+    global _assembling
+    with _assembler:
+        newer = None if _assembling or knobs.runtime.interpret or torch.version.hip else _newer_ptxas()
+        if newer is not None:
+            _assembler_chosen.enter_context(knobs.nvidia.scope())
+            knobs.nvidia.ptxas = newer
+        _assembling += 1
+    try:
         yield
-        return
-    with knobs.nvidia.scope():
-        knobs.nvidia.ptxas = newer
-        yield
+    finally:
+        with _assembler:
+            _assembling -= 1
+            if not _assembling:
+                _assembler_chosen.close()
 
 
 def _newer_ptxas() -> str | None:
@@ -125,7 +142,10 @@ class Launch:
                 arguments = self._filled(tensors) | _checked_descriptors(tensors, descriptors or {})
                 self.function[self.grid](**arguments, **self.options)
                 return
-            compiled = self._compile(tensors, descriptors or {})
+            _hash_triton()
+            leave_out = start_alongside(LOADED_SECONDS)
+            compiled = self.compile(tensors, descriptors)
+            leave_out()
             plan = plan_of(compiled, self.grid, self.arguments, driver.active.get_current_device())
             self.past_triton = None if plan is None else plan.enqueuer()
             self.compiled = compiled
@@ -144,8 +164,9 @@ class Launch:
             hooks = metadata, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, *hooks, *arguments.values())
 
-    def _compile(self, tensors: Tensors, descriptors: Tensors) -> Any:
-        """The kernel, compiled or loaded by Triton."""
+    def compile(self, tensors: Tensors, descriptors: Tensors | None = None) -> Any:
+        """The kernel, compiled or loaded by Triton for tensors like these; their memory is not read."""
+        descriptors = descriptors or {}
         arguments = self.neutral(tensors) | _checked_descriptors(tensors, descriptors)
         with sound_assembler():
             return self.function.run(grid=self.grid, warmup=True, **arguments, **self.options)
@@ -165,6 +186,41 @@ class Launch:
         arguments = self._filled(tensors)
         tuples = {name: value for name, value in arguments.items() if isinstance(value, tuple)}
         return arguments | {name: value._make(map(_neutral, value)) for name, value in tuples.items()}
+
+
+def compile_together(calls: Sequence[tuple[Launch, Tensors, Tensors | None]]) -> None:
+    """Have Triton compile or load the kernels of launches that have none yet, each in a thread of its own.
+
+    Triton keeps them, so that the launches find them. Half of a compilation is passes that let other threads run, and
+    ptxas in a process of its own.
+
+    Args:
+        calls: launches with what each is called with.
+
+    Raises:
+        Exception: whatever Triton raises for a kernel.
+    """
+    missing = [call for call in calls if call[0].compiled is None]
+    if len(missing) < 2 or knobs.runtime.interpret:
+        return
+    device = driver.active.get_current_device()
+    _hash_triton()
+
+    def compile_one(call: tuple[Launch, Tensors, Tensors | None]) -> None:
+        with torch.cuda.device(device):
+            call[0].compile(*call[1:])
+
+    with ThreadPoolExecutor(len(missing), "compile") as pool:
+        list(pool.map(compile_one, missing))
+
+
+@functools.cache
+def _hash_triton() -> None:
+    """Have Triton hash its own files, before several threads do so at the same time: it takes 0.3 s of each."""
+    for module in (cache, compiler):
+        if (key := getattr(module, "triton_key", None)) is not None:
+            key()
+            return
 
 
 def _neutral(value: Any) -> Any:
