@@ -24,7 +24,7 @@ ARGUMENTS = {
     "flash": ("flash", "--N", LENGTHS, "--compile", "static"),
     "model": ("model", "--sizes", "sm,md,lg,xl,2.7B", "--attention", BOTH),
     "model_long": (
-        *("model", "--sizes", "sm,md", "--B", "1", "--N", "4096,16384,32768", "--steps", "5", "--attention", BOTH),
+        *("model", "--sizes", "sm,md", "--B", "1", "--N", "4096,16384,32768", "--steps", "3", "--attention", BOTH),
     ),
 }
 """The suite of each table, and what it is run with beyond its defaults."""
