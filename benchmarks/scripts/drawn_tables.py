@@ -43,22 +43,21 @@ def _device(body: Result) -> str:
     return str(body["environment"]["device"])
 
 
-def _named(results: Path) -> tuple[str, list[tuple[str, str, Result]]]:
-    """The main device; and of each file its name, its direction and kind with the device where it is another one, and
-    its body."""
+def _lines(results: Path) -> tuple[str, dict[str, list[Result]]]:
+    """The main device; and the rows of all files of a direction, kind and device, by what tables call them."""
     found = judged(results)
-    main = main_device(body for _, body in found)
-    return main, [
-        (name, f"{body['direction']}, {body['kind']}" + f", {_device(body)}" * (_device(body) != main), body)
-        for name, body in found
-    ]
+    main, lines = main_device(body for _, body in found), {}
+    for _, body in found:
+        what = f"{body['direction']}, {body['kind']}" + f", {_device(body)}" * (_device(body) != main)
+        lines[what] = lines.get(what, []) + body["rows"]
+    return main, lines
 
 
 def summary_table(results: Path) -> str:
-    """How the problems compare with the fastest peer, a line for each file."""
+    """How the problems compare with the fastest peer, a line for each direction and kind."""
     rows = []
-    for _, what, body in _named(results)[1]:
-        found = [drawn_summary.figures(body["rows"], protocol) for protocol in PROTOCOLS]
+    for what, problems in _lines(results)[1].items():
+        found = [drawn_summary.figures(problems, protocol) for protocol in PROTOCOLS]
         if all(found):
             ahead = " / ".join(f"{100 * each['ahead']:.0f}" for each in found)
             numbers = (" / ".join(f"{each[name]:.2f}" for each in found) for name in ("least", "mean"))
@@ -68,11 +67,11 @@ def summary_table(results: Path) -> str:
 
 
 def worst_table(results: Path) -> str:
-    """The problems that are furthest behind, ten of each file."""
+    """The problems that are furthest behind, ten of each direction and kind."""
     rows = [
         (what, row["problem"], protocol, f"{ratio:.3f}", row["best_peer"][protocol])
-        for _, what, body in _named(results)[1]
-        for ratio, protocol, row in drawn_summary.worst(body["rows"])
+        for what, problems in _lines(results)[1].items()
+        for ratio, protocol, row in drawn_summary.worst(problems)
         if ratio < 1
     ]
     return table(("drawn", "problem", "protocol", "ratio", "fastest peer"), rows) if rows else NOT_MEASURED
@@ -81,9 +80,9 @@ def worst_table(results: Path) -> str:
 def head_dims_table(results: Path) -> str:
     """How many problems of each head dim are at the fastest peer's speed or above under both protocols."""
     rows = []
-    for _, what, body in _named(results)[1]:
+    for what, problems in _lines(results)[1].items():
         ahead: dict[int, list[bool]] = {largest: [] for largest in HEAD_DIMS}
-        for row in body["rows"]:
+        for row in problems:
             if row.get("ratio"):
                 largest = next(each for each in HEAD_DIMS if row["sizes"]["head_dim"] <= each)
                 ahead[largest].append(min(row["ratio"].values()) >= 1)
@@ -127,29 +126,36 @@ def files_list(results: Path) -> str:
     return "".join(lines) if lines else NOT_MEASURED
 
 
+def _dense(results: Path) -> tuple[str, dict[str, list[Result]]]:
+    """The main device; and the rows of its dense problems by direction."""
+    main, lines = _lines(results)
+    directions = {direction: lines.get(f"{direction}, dense", []) for direction in ("forward", "backward")}
+    return main, {direction: rows for direction, rows in directions.items() if rows}
+
+
 def behind_sentence(results: Path) -> str:
     """In how many dense problems the fastest peer is ahead."""
     parts = []
-    main, files = _named(results)
-    for _, _, body in files:
-        if body["kind"] != "dense" or _device(body) != main:
-            continue
-        found = [drawn_summary.ratios(body["rows"], protocol) for protocol in PROTOCOLS]
+    main, dense = _dense(results)
+    for direction, rows in dense.items():
+        found = [drawn_summary.ratios(rows, protocol) for protocol in PROTOCOLS]
         if not all(found):
             continue
         behind = " or ".join(f"{sum(r < 1 for r in each)} ({way})" for way, each in zip(PROTOCOLS, found, strict=True))
-        parts.append(f"the {body['direction']} is behind the fastest peer in {behind} of {len(found[0])}")
+        parts.append(f"the {direction} is behind the fastest peer in {behind} of {len(found[0])}")
     if not parts:
         return NOT_MEASURED
-    return item(
+    told = (
         f"On problems drawn at random ({main}), {', and '.join(parts)}: [the figures](performance.md#drawn-problems)."
     )
+    return item(told)
 
 
 def run_sentence(results: Path) -> str:
     """On what the dense problems were measured."""
-    main, files = _named(results)
-    bodies = [body for _, _, body in files if body["kind"] == "dense" and _device(body) == main]
+    found = [body for _, body in judged(results)]
+    main = main_device(found)
+    bodies = [body for body in found if body["kind"] == "dense" and _device(body) == main]
     if not bodies:
         return NOT_MEASURED
     where = bodies[0]["environment"]
@@ -157,7 +163,7 @@ def run_sentence(results: Path) -> str:
     cudnn = re.sub(r"^(\d+)(\d\d)(\d\d)$", lambda m: f"{int(m[1])}.{int(m[2])}", str(where["cudnn"]))
     dates = sorted({body["environment"]["date"][:10] for body in bodies})
     versions = f"torch {torch} for CUDA {cuda}, cuDNN {cudnn} and FlashAttention-4 {where['flash-attn-4']}"
-    return wrapped(f"Each line was measured on one {main} with {versions} ({', '.join(dates)}).")
+    return wrapped(f"Each list was measured on one {main} with {versions} ({', '.join(dates)}).")
 
 
 PARTS: Mapping[str, Callable[[Path], str]] = {
@@ -174,8 +180,6 @@ PARTS: Mapping[str, Callable[[Path], str]] = {
 
 def dense_panels(results: Path) -> Iterator[tuple[str, list[float]]]:
     """Title and sorted ratios of each panel of README's chart."""
-    main, files = _named(results)
-    for _, _, body in files:
-        if body["kind"] == "dense" and _device(body) == main:
-            for protocol in PROTOCOLS:
-                yield f"{body['direction']}, {protocol}", drawn_summary.ratios(body["rows"], protocol)
+    for direction, rows in _dense(results)[1].items():
+        for protocol in PROTOCOLS:
+            yield f"{direction}, {protocol}", drawn_summary.ratios(rows, protocol)

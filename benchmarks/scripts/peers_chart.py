@@ -3,8 +3,8 @@
     python benchmarks/scripts/peers_chart.py           # writes docs/images/speed-over-peers.svg
     python benchmarks/scripts/peers_chart.py --check   # exit 1 when the picture is not of the committed results
 
-The data are the files of drawn.py in benchmarks/results: one point a dense problem, a panel for each file and
-protocol. The picture holds a digest of its data, so that ``--check`` does not depend on the version of matplotlib.
+The data are the files of drawn.py in benchmarks/results: one point a dense problem, a panel for each direction
+and protocol. The picture holds a digest of its data, so that ``--check`` does not depend on the version of matplotlib.
 """
 
 from __future__ import annotations

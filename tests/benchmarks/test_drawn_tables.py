@@ -68,7 +68,7 @@ def test_sentences_have_the_figures_of_one_device(tables: ModuleType, results: P
     assert behind.startswith("- On problems drawn at random (NVIDIA H200), the forward")
     assert "the forward is behind the fastest peer in 2 (steady) or 0 (flushed) of 3" in behind
     assert "the backward is behind the fastest peer in 0 (steady) or 1 (flushed) of 1" in behind
-    run = "Each line was measured on one NVIDIA H200 with torch 2.11.0 for CUDA 13.0, cuDNN 9.19"
+    run = "Each list was measured on one NVIDIA H200 with torch 2.11.0 for CUDA 13.0, cuDNN 9.19"
     run += " and FlashAttention-4 4.0.0b36"
     assert " ".join(tables.run_sentence(results).split()) == f"{run} (2026-11-24)."
     first = " ".join(tables.files_list(results).split("\n- ")[0].split())
@@ -105,6 +105,15 @@ def test_the_newest_dense_file_decides_which_device_goes_without_its_name(tables
     file.write_text(file.read_text().replace("2026-11-23", "2026-11-25"))
     lines = tables.summary_table(results).splitlines()
     assert lines[2].startswith("| forward, dense | 1 |") and lines[3].startswith("| forward, dense, NVIDIA H200 | 3 |")
+
+
+def test_lists_of_one_direction_and_kind_are_one_line(tables: ModuleType, results: Path) -> None:
+    second = json.loads((results / "drawn_backward_dense_2.json").read_text()) | {"seed": 2014, "rows": [row(0.5, 2.0)]}
+    (results / "drawn_backward_dense_4.json").write_text(json.dumps(second))
+    assert "| backward, dense | 2 | 50 / 50 % | 0.50 / 0.50 | 1.00 / 1.00 |" in tables.summary_table(results)
+    assert dict(tables.dense_panels(results))["backward, steady"] == [0.5, 2.0]
+    assert "in 1 (steady) or 1 (flushed) of 2" in " ".join(tables.behind_sentence(results).split())
+    assert tables.files_list(results).count("backward, dense") == 2
 
 
 def test_without_files_nothing_was_measured(tables: ModuleType, tmp_path: Path) -> None:
