@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import foreign_tables
 import two_gpus_tables
 from markdown_parts import number, significant, table, wrapped
 
@@ -554,6 +555,8 @@ VIEWS = {
         "summary": summary,
     },
     "flashlane-nano-vllm/": {"": nano_vllm},
+    "flashlane-flash-attention-tests/": {"": foreign_tables.outcomes},
+    "flashlane-torch-attention-tests/": {"": foreign_tables.outcomes},
     "flashlane-mma-targets/": {"": targets},
     "flashlane-triton-targets/": {"": triton_targets},
     "flashlane-ncu-conflicts/": {"": conflicts},

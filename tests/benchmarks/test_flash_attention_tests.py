@@ -112,3 +112,12 @@ def test_pytorchs_module_is_a_sample_of_its_cuda_cases(flex: ModuleType, tmp_pat
     torchs, gyms = (flex.command([tmp_path / "m.py"], tmp_path / "r", given, gym) for gym in (False, True))
     assert {"--sample=1", "--seed=2", "--uncompiled"} <= set(torchs) and torchs[torchs.index("-k") + 1] == "CUDA"
     assert "--eager" in gyms and not any(word.startswith("--sample") for word in gyms)
+
+
+def test_the_documents_have_counts_reasons_and_failures(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "scripts"))
+    tables = importlib.import_module("foreign_tables")
+    row = {"module": "m.py", "sample": 2, "seconds": 27.6, "ended_early": True, **script.summary(LINES)}
+    lines = tables.outcomes({"environment": {"device": "a GPU", "commit": "abc"}, "rows": [row]}).splitlines()
+    assert lines[2] == "| `m.py` | at most 2 of each function | a GPU, abc | 28 s, then ended | 1 | 2 | 1 |"
+    assert lines[4:] == ["- `m.py`, 2 skipped: `no splits`", "- `m.py`, `test_a` failed: `assert 1 == 2`"]
