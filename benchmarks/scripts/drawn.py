@@ -226,16 +226,19 @@ def warm_cudnn(
 
 
 def refuse_to_compile_fa4() -> None:
-    """Let FlashAttention-4 raise where its compile cache lacks a kernel."""
+    """Let FlashAttention-4 raise where its compile cache lacks a kernel, before it prepares to compile one."""
     try:
-        from cutlass import cute
+        from flash_attn.cute.cache_utils import JITPersistentCache
     except ImportError:
         return
+    load = JITPersistentCache._try_load_from_storage
 
-    def refused(*arguments: Any, **keywords: Any) -> Any:
+    def loaded(cache: Any, key: Any) -> bool:
+        if load(cache, key):
+            return True
         raise RuntimeError("its compile cache lacks the kernel (tools/fa4_cache.py --drawn)")
 
-    cute.compile = refused
+    JITPersistentCache._try_load_from_storage = loaded
 
 
 # --- one problem

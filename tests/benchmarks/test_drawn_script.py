@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import random
+import sys
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -324,6 +325,23 @@ def test_lists_of_several_seeds_are_timed_together(
         with pytest.raises(SystemExit) as ended:
             script.main()
         assert ended.value.code == 2 and "list" in capsys.readouterr().err
+
+
+def test_a_kernel_that_flash_attention_4_s_cache_lacks_is_not_compiled(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cache:
+        def _try_load_from_storage(self, key: str) -> bool:
+            return key == "there"
+
+    module = SimpleNamespace(JITPersistentCache=Cache)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.cache_utils", module)
+    script.refuse_to_compile_fa4()
+    assert Cache()._try_load_from_storage("there")
+    with pytest.raises(RuntimeError, match="lacks the kernel"):
+        Cache()._try_load_from_storage("not there")
 
 
 def test_what_a_problem_needs_on_a_gpu_is_known_without_one(
