@@ -6,8 +6,8 @@ import importlib
 import json
 import math
 import random
-import sys
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
