@@ -84,7 +84,7 @@ gpu:            ## on a GPU, with python3 as it is (installs nothing): the GPU t
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/triton_targets.py --out $(OUT) --directions forward,backward,both
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/decode.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/host_cost.py --out $(OUT)
-	PYTHONPATH=src $(PYTHON) benchmarks/scripts/first_call.py --out $(OUT) --peers --seconds 200
+	PYTHONPATH=src $(PYTHON) benchmarks/scripts/first_call.py --out $(OUT) --peers --repeats 3 --seconds 400
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/auto_check.py --out $(OUT)/auto_check.json
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/cli_gpu.py --out $(OUT)
 	PYTHONPATH=src $(PYTHON) benchmarks/scripts/suites.py --out $(OUT)

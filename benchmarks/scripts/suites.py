@@ -22,7 +22,7 @@ BOTH = "sdpa,auto,sdpa+compile,auto+compile"
 ARGUMENTS = {
     "attention": ("attention",),
     "flash": ("flash", "--N", LENGTHS, "--compile", "static"),
-    "model": ("model", "--sizes", "sm,md,lg,xl,2.7B", "--attention", BOTH),
+    "model": ("model", "--sizes", "sm,md,lg,xl,2.7B", "--steps", "20", "--attention", BOTH),
     "model_long": (
         *("model", "--sizes", "sm,md", "--B", "1", "--N", "4096,16384,32768", "--steps", "3", "--attention", BOTH),
     ),

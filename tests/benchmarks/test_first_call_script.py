@@ -29,6 +29,28 @@ def test_each_state_is_what_it_says(script: ModuleType, tmp_path: Path, capsys: 
     assert "decode               cubins" in capsys.readouterr().out
 
 
+def test_a_row_is_of_the_middle_process_and_each_has_an_empty_cache(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, found = iter((300.0, 100.0, 200.0)), []
+
+    def process(name: str, state: str, place: Path, *_: object) -> dict[str, float]:
+        kept = script.cache_folders(place / name, state)["FLASHLANE_CACHE_DIR"] / "kernel"
+        found.append(kept.exists())
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.touch()
+        return {"forward_ms": next(times), "backward_ms": 1.0}
+
+    monkeypatch.setattr(script, "spawn", process)
+    row = script.spawn_repeatedly("dense", "ptx", tmp_path, True, 10.0, 3)
+    assert row["forward_ms"] == 200.0 and [forward for forward, _ in row["processes_ms"]] == [100.0, 200.0, 300.0]
+    assert found == [False] * 3
+    times = iter((1.0, 2.0))
+    script.spawn_repeatedly("dense", "full", tmp_path, True, 10.0, 1)
+    script.spawn_repeatedly("dense", "full", tmp_path, True, 10.0, 1)
+    assert found[3:] == [False, True], "a full cache is left as it is"
+
+
 def test_what_there_is_no_time_for_is_told(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
