@@ -182,6 +182,7 @@ def test_what_an_h200_runs() -> None:
     assert chosen(batch=64, seqlen_k=1024) == (2, 1, 1)  # 512 tiles at once: four small CTAs an SM
     assert chosen(batch=37, seqlen_k=3011) == (2, 1, 5)  # 296 tiles would be two waves, the second one nearly empty
     assert chosen(batch=52, seqlen_k=1379) == (4, 1, 1)  # 416 tiles leave as many places idle either way
+    assert chosen(batch=11, heads=8, kv_heads=4, seqlen_k=64145) == (8, 1, 3)  # 132 CTAs; 88 read 12 % slower
     assert chosen(batch=32, seqlen_k=4096) == (4, 1, 1)  # 256 tiles at once: two small CTAs an SM
     assert chosen(batch=128, seqlen_k=1024) == (4, 1, 1)
     assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves

@@ -166,15 +166,16 @@ def stages_wanted(config: DecodeConfig) -> int:
     return max(2, min(MAX_STAGES, 1 + -(-IN_FLIGHT // one)))
 
 
-BUSY = 0.65
-"""The fraction of resident CTAs with which the GPU reaches the copy rate: one SM alone reads 51 bytes a nanosecond."""
-TAIL = 0.1
+BUSY = 0.8
+"""The fraction of resident CTAs with which the GPU reaches the copy rate: one SM alone reads 51 bytes a nanosecond.
+This, :data:`TAIL` and :data:`SPLIT_STEPS` were fitted to 25 problems (benchmarks/archive/decode_splits.json)."""
+TAIL = 0.2
 """The cost of an idle CTA of the last wave, relative to a busy one: the busy ones use the bandwidth that it leaves."""
 START_STEPS = 1.0
 """The cost of a CTA besides its steps (start, first load, end), in steps."""
 COMBINE_STEPS = 2.0
 """The cost of combining splits, in steps."""
-SPLIT_STEPS = 0.02
+SPLIT_STEPS = 0.1
 """The further cost of each split that is combined, in steps."""
 UNEVEN_WAVES = 2
 """Waves of CTAs where sequences may have different lengths."""
