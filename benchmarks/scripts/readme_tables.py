@@ -97,9 +97,11 @@ def first_call(path: Path) -> str:
     whole = [f"{row['forward_ms'] + row['backward_ms']:.0f}" for row in both]
     text += f" In bf16 at head dim 128 that is {forward[0]} ms and {forward[1]} ms, with the backward {whole[0]} ms and"
     text += f" {whole[1]} ms"
-    if (ptx := rows.get(("dense", "ptx"))) is not None:
+    ptx, alone = rows.get(("dense", "ptx")), rows.get(("inference", "ptx"))
+    if ptx is not None and alone is not None:
         text += "; with an empty cache and a wheel that has the kernels' PTX (`make wheel`),"
-        text += f" {ptx['forward_ms']:.0f} ms and {ptx['forward_ms'] + ptx['backward_ms']:.0f} ms"
+        text += f" {alone['forward_ms']:.0f} ms without a gradient and {ptx['forward_ms'] + ptx['backward_ms']:.0f} ms"
+        text += " with the backward"
     return wrapped(f"{text} ({body['environment']['device']}, `first_call.json`).")
 
 

@@ -81,7 +81,8 @@ def test_the_readme_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     said = " ".join(tables.first_call(path).split())
     assert "that is 700 ms and 31 ms, with the backward 1000 ms and 43 ms (NVIDIA H200" in said
     rows.append({"case": "dense", "state": "ptx", "forward_ms": 400.0, "backward_ms": 7.0})
+    rows.append({"case": "inference", "state": "ptx", "forward_ms": 350.0})
     path.write_text(json.dumps({**found, "without_gpu": False}))
     said = " ".join(tables.first_call(path).split())
     assert "1000 ms and 43 ms; with an empty cache and a wheel that has" in said
-    assert "PTX (`make wheel`), 400 ms and 407 ms (NVIDIA H200" in said
+    assert "PTX (`make wheel`), 350 ms without a gradient and 407 ms with the backward (NVIDIA H200" in said
