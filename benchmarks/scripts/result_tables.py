@@ -543,7 +543,6 @@ def nano_vllm(result: Result) -> str:
 
 
 VIEWS = {
-    "flashlane-context-parallel/": {"": two_gpus_tables.best_of_settings},
     "flashlane-two-gpus/": {"": two_gpus_tables.shares, "model": two_gpus_tables.model, "step": two_gpus_tables.step},
     "flashlane-flex-masks/": {"": flex_masks},
     "flashlane-flex-speed/": {"": flex_speed},

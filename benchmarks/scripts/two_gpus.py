@@ -6,7 +6,8 @@
 Each part is processes of its own with a limit, so that one that hangs costs no other:
 
     check      context_parallel.py: every method and layout against one GPU, and 500 repeats that must have equal bits
-    speed      times of the problems by each transport, of what a call consists of, and of a call in a CUDA graph
+    speed      times of the problems by each transport, and of what a call consists of
+    captured   a call in a CUDA graph: whether it is right, and its time
     peers      times of the other methods and of torch's own context parallelism
     switched   check and speed with all that is built but off (context_parallel.py, SWITCHES)
     sanitizer  the first checks again with rank 1 under compute-sanitizer's memcheck
@@ -51,14 +52,15 @@ TARGETS = {
     ("documents", "both"): 0.90,
 }
 """The least share of the ideal, half of one GPU's time for the whole problem, by problem and passes."""
-LIMITS = {"check": 150, "speed": 120, "peers": 120, "switched": 180, "sanitizer": 240, "faults": 120}
+LIMITS = {"check": 150, "speed": 120, "captured": 90, "peers": 120, "switched": 180, "sanitizer": 240, "faults": 120}
 LIMITS |= {"bench": 120, "step": 120}
 """Seconds of each part."""
 REHEARSED = 240
 """Seconds of each part of a rehearsal, of which it takes about 15 where no other process uses the CPU."""
 DONE = {
     "check": "check,repeats,check_all",
-    "speed": "speed,parts,captured",
+    "speed": "speed,parts",
+    "captured": "captured",
     "peers": "peers",
     "switched": "check,speed,repeats,check_all",
 }
@@ -148,7 +150,7 @@ def unfinished(file: Path) -> list[str]:
 
 
 FILES = {
-    **dict.fromkeys(("check", "speed", "peers", "switched"), "context_parallel.json"),
+    **dict.fromkeys(("check", "speed", "captured", "peers", "switched"), "context_parallel.json"),
     **{"faults": "two_gpus_faults.json", "bench": "ranks.json", "step": "ranks.json"},
 }
 """What each part writes in its folder."""

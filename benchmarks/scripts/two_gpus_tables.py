@@ -37,23 +37,6 @@ def shares(result: Result) -> str:
     return table(("problem", "asked", "one GPU, ms", *COLUMNS.values()), rows)
 
 
-def best_of_settings(result: Result) -> str:
-    """Each problem: one GPU's milliseconds, and the shares of the ideal of a method, the best of its settings."""
-    kinds = {"allgather": "allgather", "ring": "ring (ring-flash-attention's algorithm)", "ulysses": "ulysses"}
-    kinds["torch"] = "torch's context_parallel"
-    rows = []
-    for each in result["speed"]:
-        one = each["rows"][0]
-        cells = [each["problem"], f"{one['forward_ms']:.2f} / {one['both_ms']:.2f}"]
-        for kind in kinds:
-            best = [
-                [row[f"{way}_efficiency"] for row in each["rows"] if row["method"].startswith(kind)] for way in BOTH
-            ]
-            cells.append(" / ".join(f"{max(shares):.0%}" for shares in best if shares) or "—")
-        rows.append(cells)
-    return table(("problem", "one GPU ms", *kinds.values()), rows)
-
-
 def step(result: Result) -> str:
     """Each method: milliseconds of a training step, and the share of the ideal."""
     rows = result["results"]["step"]["steps"]

@@ -103,3 +103,35 @@ def test_a_part_that_does_not_end_is_ended(script: ModuleType, tmp_path: Path) -
     found = script.run("bench", [wait, [sys.executable, "-c", "pass"]], tmp_path, 3.0)
     assert found["ok"] is False and found["status"] == ["no end within its limit", 0]
     assert found["end"][0] == "began\n" and found["seconds"] < 30
+
+
+def test_the_tables_have_each_methods_shares(script: ModuleType) -> None:
+    """Of the default call and others, each against one GPU in its own run; what was not measured has a dash."""
+    tables = importlib.import_module("two_gpus_tables")
+
+    def timed(method: str, forward: float, both: float) -> dict[str, object]:
+        return {**row(method, forward, both), "forward_ms": 2.5, "both_ms": 10.0}
+
+    speed = [
+        timed("one process", 0.5, 0.5),
+        timed("allgather", 0.985, 0.9612),
+        timed("allgather by messages", 0.8, 0.7),
+    ]
+    results = {
+        "speed": {"speed": [{"name": "8k", "problem": "one sequence", "rows": speed}]},
+        "peers": {"peers": [{"name": "8k", "rows": [timed("ulysses", 0.41, 0.5)]}, {"error": "lost"}]},
+        "step": {"steps": [{"method": "allgather", "step_ms": 75.04, "step_efficiency": 0.9}]},
+        "bench": {
+            "modelled": [{"ranks": 4, "tokens": 32768, "forward_ms": 3.5, "both_ms": 14.0, "forward_efficiency": 0.97,
+                          "both_efficiency": 0.9}],
+            "links": {"gbs": 240.4, "latency_us": 128.0}, "modelled_from": "allgather", "tokens": 8192, "notes": ["x."],
+        },
+    }  # fmt: skip
+    targets = [{"problem": "8k", "passes": way, "target": share} for way, share in (("forward", 0.98), ("both", 0.96))]
+    result = {"results": results, "targets": targets}
+    assert tables.shares(result).splitlines()[2] == (
+        "| one sequence | 98 / 96 | 2.50 / 10.00 | 98.5 / 96.1 | 80.0 / 70.0 | – | 41.0 / 50.0 | – |"
+    )
+    assert tables.step(result).splitlines()[2] == "| allgather | 75.0 | 90.0 % |"
+    text = tables.model(result)
+    assert "| 4 | 32,768 | 3.50 | 97 % | 14.00 | 90 % |" in text and "240 GB/s" in text and text.endswith("X.\n")

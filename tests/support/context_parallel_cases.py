@@ -157,7 +157,11 @@ def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
         where["heads_k_stride"] = case.heads_k_stride
     where["transport"] = case.transport
     with contextlib.ExitStack() as stack:
-        for asked, how in ((case.polled, polling), (case.shared, sharing), (case.parted, in_parts)):
+        for asked, how in (
+            (case.polled, polling),
+            (case.shared, sharing),
+            (case.parted, in_parts),
+        ):
             if asked:
                 stack.enter_context(how())
         if case.again:

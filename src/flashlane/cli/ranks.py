@@ -78,7 +78,7 @@ def ranks_command(
     step: Step = False,
     model: Model = "4,8,64",
     across: Across = 45.0,
-    rounds: Rounds = 3,
+    rounds: Rounds = 5,
     device: o.Device = None,
     out: o.Out = o.RESULTS,
 ) -> None:

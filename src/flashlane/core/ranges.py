@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_CHUNKS = 32
 """The largest number of chunks of keys of a launch: each lane of one warp has one chunk."""
+LINK_RATE = 372e9
+"""Bytes a second of a copy between GPUs, as measured (benchmarks/results/two_gpus_profile.json)."""
 OWN = -1
 """The flag of a chunk that no GPU sends."""
 

@@ -71,11 +71,13 @@ def _gather(
     arriving_chunks: ChunkGathering | None = None,
     backward: bool = False,
     with_own: bool = True,
+    arrival: int = COPY_STREAM,
 ) -> list[_HeadGroup]:
     """Start to fetch all groups of heads, in their order, on the stream that copies data, for a forward or a backward.
 
     With ``arriving_chunks`` the keys of all heads are being fetched already. Unless ``with_own``, this rank's own keys
-    are not copied to their rows among the gathered ones.
+    are not copied to their rows among the gathered ones. The stream ``arrival`` waits for the other ranks' keys: where
+    it is another one than that of copies, it does not wait for what this rank sends.
     """
     share = q.shape[2] // k.shape[2]
     fetched = []
@@ -91,12 +93,13 @@ def _gather(
             else:
                 gathering = Gathering(task, *local_kv, backward)
             fetched.append((slice(first * share, stop * share), local_kv, gathering))
-        # All waits come before gradients are sent on this stream, since gradients depend on the computation.
-        groups = []
+    # All waits come before gradients are sent, since gradients depend on the computation.
+    groups = []
+    with streams.on(arrival):
         for heads, local_kv, gathering in fetched:
             gathering.finish()
             streams.keep(gathering)
-            groups.append(_HeadGroup(heads, local_kv, gathering, streams.mark(COPY_STREAM)))
+            groups.append(_HeadGroup(heads, local_kv, gathering, streams.mark(arrival)))
     return groups
 
 
@@ -218,8 +221,12 @@ class GatherAttention(torch.autograd.Function):
             if lse is not None and not lses and calls.disjoint and task.in_chunks:
                 lses = [lse[:, :, each.q_first : each.q_stop] for each in calls.calls if isinstance(each, Block)]
         again = lses and dlse is None and dq.dtype == q.dtype
-        streams = CallStreams(q.device, 2 if parts is not None and len(parts) > 1 else 0)
-        groups = _gather(task, bounds, q, k, v, streams, exchanges, backward=True, with_own=parts is None)
+        alone = parts is not None and len(parts) == 1
+        streams = CallStreams(q.device, 0 if parts is None else 1 if alone else 2)
+        arrival = streams.more[0] if alone else COPY_STREAM
+        groups = _gather(
+            task, bounds, q, k, v, streams, exchanges, backward=True, with_own=parts is None, arrival=arrival
+        )
         if parts is not None:
             whole_lse = _joined_lse(q, calls, lses) if lse is None else lse
             tensors = q, k, v, out, whole_lse, do, dq

@@ -130,8 +130,7 @@ class CopiedGathering(Gathering):
                 continue
             offsets = self.route.gathered[peer].offsets
             if apart(plan.sent[peer], self.shapes.batch, FEW_COPIES):
-                for i, place, row, count in self._moves(peer):
-                    self.exchange.send_rows(peer, place, self.own[i], row, count)
+                self.exchange.send_moves(peer, self._moves(peer), self.own)
             else:
                 for i, t in enumerate(self.own):
                     rows = take_rows(t, plan.index("sent", "row", peer, t.device)).contiguous()
@@ -147,7 +146,7 @@ class CopiedGathering(Gathering):
             offsets = self.route.gathered[peer].offsets
             self.task.memo[key] = [
                 Move(i, offsets[self.group, i] + each.key * bytes_of_row(t), each.row, each.count)
-                for i, t in enumerate(self.own) for each in self.plan.sent[peer]
+                for each in self.plan.sent[peer] for i, t in enumerate(self.own)
             ]  # fmt: skip
         return self.task.memo[key]
 
@@ -185,8 +184,7 @@ class CopiedReturning(Returning):
             if count_of(self.plan.received[peer]):
                 offsets = self.route.returned[peer].offsets
                 moves = self._moves(peer)
-                for i, place, row, count in moves or ():
-                    self.exchange.send_rows(peer, place, self.totals[i], row, count)
+                self.exchange.send_moves(peer, moves or (), self.totals)
                 for i, t in enumerate(self._rows(peer) if moves is None else ()):
                     self.exchange.send(peer, offsets[self.group, i, task.rank], t)
                     self.kept.append(t)
@@ -204,13 +202,13 @@ class CopiedReturning(Returning):
         batch = self.totals[0].shape[0]
         key = CopiedReturning, self.route.shapes, self.group, peer, self.own_first
         if key not in self.task.memo:
-            offsets, moves = self.route.returned[peer].offsets, []
-            for i, total in enumerate(self.totals):
-                place = offsets[self.group, i, self.task.rank]
-                for each in self.plan.received[peer]:
-                    row = self.plan.place(peer, each) if self.own_first else each.key
+            offsets, moves, before = self.route.returned[peer].offsets, [], 0
+            for each in self.plan.received[peer]:
+                row = self.plan.place(peer, each) if self.own_first else each.key
+                for i, total in enumerate(self.totals):
+                    place = offsets[self.group, i, self.task.rank] + before * bytes_of_row(total)
                     moves.append(Move(i, place, row, each.count))
-                    place += each.count * bytes_of_row(total)
+                before += each.count
             together = not apart(self.plan.received[peer], batch, FEW_COPIES)
             self.task.memo[key] = None if together else moves
         return self.task.memo[key]

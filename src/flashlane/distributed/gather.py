@@ -19,6 +19,9 @@ from flashlane.distributed.plan import FEW_SEGMENTS, Division, GatherPlan, Segme
 
 FEW_SUMS, MANY_SUMS = 8, 128
 """Up to these numbers, the chunks of a shard's gradients are added one by one, or all at once; beyond, rank by rank."""
+MOST_STACKED = 1 << 21
+"""Elements of K from which its gradients are added apart from those of V: torch reads rows of both at once, which are
+no longer contiguous, at 1.8 TB/s on an H100."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +189,8 @@ class Returning:
             return [self._sum_by_rank(like, i) for i, like in enumerate(self.like)]
         stacked = {rank: _stacked(*pair) for rank, pair in self.parts.items()}
         k, v = self.like
-        if len(self.plan.sums) <= FEW_SUMS and k.shape == v.shape and all(t is not None for t in stacked.values()):
+        small = k.numel() < MOST_STACKED and k.shape == v.shape
+        if len(self.plan.sums) <= FEW_SUMS and small and all(t is not None for t in stacked.values()):
             both = k.new_empty((2, *k.shape))
             self._add_chunks([(both, stacked)], 2)
             return [both[0], both[1]]

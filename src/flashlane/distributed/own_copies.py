@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,14 +21,14 @@ VECTOR = 16
 CTAS_A_COPY = 32
 
 
-class _Copy(ctypes.Structure):
-    _fields_ = (("to", ctypes.c_void_p), ("source", ctypes.c_void_p), ("vectors", ctypes.c_longlong))
+_COPY = struct.Struct("=QQq")
+"""``Copy`` of ``own_copies.cu``."""
 
 
 class _Params(ctypes.Structure):
     """Mirror of ``Params`` of ``own_copies.cu``."""
 
-    _fields_ = (("copies", _Copy * MOST),)
+    _fields_ = (("copies", ctypes.c_longlong * (_COPY.size // 8 * MOST)),)
 
 
 @functools.cache
@@ -54,8 +55,7 @@ def enqueue(device: int, copies: Sequence[tuple[int, int, int]]) -> None:
         some = copies[first : first + MOST]
         plan = _plan(device, len(some))
         block = plan.acquire_any()
-        (params,) = block.params
-        for place, (to, start, size) in zip(params.copies, some, strict=False):
-            place.to, place.source, place.vectors = to, start, size // VECTOR
+        packed = b"".join([_COPY.pack(to, start, size // VECTOR) for to, start, size in some])
+        ctypes.memmove(ctypes.addressof(block.params[0]), packed, len(packed))
         block.enqueue(launch.stream_getter()(device))
         plan.release_any(block)

@@ -102,10 +102,15 @@ class PeerMemory(ABC):
         """:meth:`copy` of ``count`` rows, from ``row`` on, of a contiguous tensor ``(1, rows, …)``."""
         self.copy(peer, place, t[:, row : row + count])
 
-    def copy_own(self, start: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
-        """:meth:`copy_rows` of several moves within this rank's memory, whose places count from ``start``."""
+    def copy_moves(self, peer: int, start: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
+        """:meth:`copy_rows` of several moves, whose places count from ``start``."""
         for i, place, row, count in moves:
-            self.copy_rows(self.ranks.rank, start + place, tensors[i], row, count)
+            if count:
+                self.copy_rows(peer, start + place, tensors[i], row, count)
+
+    def copy_own(self, start: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
+        """:meth:`copy_moves` within this rank's memory."""
+        self.copy_moves(self.ranks.rank, start, moves, tensors)
 
     @abstractmethod
     def write(self, peer: int, flag: int, value: int) -> None:
@@ -162,10 +167,9 @@ class Exchange:
         if t.numel():
             self.memory.copy(peer, self._start + offset, t)
 
-    def send_rows(self, peer: int, offset: int, t: torch.Tensor, row: int, count: int) -> None:
-        """:meth:`send` of ``count`` rows, from ``row`` on, of a contiguous tensor ``(1, rows, …)``."""
-        if count:
-            self.memory.copy_rows(peer, self._start + offset, t, row, count)
+    def send_moves(self, peer: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy rows of contiguous tensors ``(1, rows, …)`` to places of the half in another rank's memory."""
+        self.memory.copy_moves(peer, self._start, moves, tensors)
 
     def copy_own(self, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
         """Copy rows of contiguous tensors ``(1, rows, …)`` to places of the half in this rank's own memory."""

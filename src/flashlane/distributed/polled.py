@@ -76,8 +76,7 @@ class ChunkGathering(CopiedGathering):
         """Enqueue chunks, each with its peer, its number and its copies, when all ranks have left this half."""
         self.exchange.begin()
         for peer, number, moves in chunks:
-            for i, place, row, count in moves:
-                self.exchange.send_rows(peer, place, self.own[i], row, count)
+            self.exchange.send_moves(peer, moves, self.own)
             self.exchange.arrive(peer, number)
 
     def _moves_of(self, rank: int, segments: Iterable[Segment]) -> list[Move]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.core.ranges import Range, Ranges
+from flashlane.core.ranges import OWN, Chunk, Range, Ranges
 from flashlane.kernels import makespan
 from flashlane.kernels.hopper.forward import cost, ranged, select
 from flashlane.kernels.hopper.forward.kernel import KERNEL
@@ -96,3 +96,47 @@ def test_many_tiles_have_the_sections_of_other_launches() -> None:
     problem = asked(131072, 196608)
     config = KERNEL.config(problem)
     assert select.section_of_ranges([problem], config) in select.section_sizes(problem, config)
+
+
+def last_keys(ranges: Ranges, rows: int) -> torch.Tensor:
+    """The last key that each row sees under a causal mask; each row is in one range."""
+    found = torch.full((rows,), -1)
+    for each in ranges.sequences:
+        assert (found[each.q_first : each.q_stop] == -1).all()
+        found[each.q_first : each.q_stop] = torch.arange(each.q_stop - each.q_first) + each.alignment
+    return found
+
+
+def of_first_rank(tokens: int) -> Ranges:
+    """Rank 0 of two: chunk 3, which needs the other rank's chunks 1 and 2, and chunk 0."""
+    half = tokens // 2
+    chunks = Chunk(0, half, OWN, 0), Chunk(3 * half, 4 * half, OWN, half), Chunk(half, 3 * half, 5)
+    return Ranges((Range(half, tokens, 0, 2 * tokens), Range(0, half, 0, half)), chunks)
+
+
+def test_tiles_over_own_keys_come_first_where_others_come_late() -> None:
+    """With 32 KV heads 268 MB come in 720 µs, and the first tiles' keys are read in 390."""
+    problem = asked(8192, 32768, kv_heads=32, varlen=True, batch=2)
+    config = KERNEL.config(problem)
+    before = ranged.tiles_end_with_rows(of_first_rank(16384), config.block_m)
+    after = ranged.own_keys_first(problem, before, config)
+    assert torch.equal(last_keys(after, 16384), last_keys(before, 16384))
+    first, second, *_ = after.sequences
+    assert first.q_stop == 8192 and (second.q_first, second.q_stop) == (8320, 16384) and after.chunks == before.chunks
+    launch = cost.Launch(ranged.as_problems(problem, after)[0], config, 1)
+    assert 330 < sum(launch.costs) * 32 / SMS < 450, "as long as the wait would be, and not much longer"
+
+    def time(ranges: Ranges) -> float:
+        parts = [cost.Launch(part, config, 1) for part in ranged.as_problems(problem, ranges)]
+        return makespan.makespan_of_runs(((tile, 32) for part in parts for tile in part.costs), SMS)
+
+    assert time(after) < 1.01 * time(before)
+
+
+@pytest.mark.parametrize("tokens, kv_heads", [(16384, 8), (8192, 8), (4096, 8)])
+def test_the_order_stays_where_keys_come_in_time(tokens: int, kv_heads: int) -> None:
+    problem = asked(tokens // 2, 2 * tokens, kv_heads=kv_heads, varlen=True, batch=2)
+    ranges = of_first_rank(tokens)
+    assert ranged.own_keys_first(problem, ranges, KERNEL.config(problem)) is ranges
+    without = Ranges(ranges.sequences)
+    assert ranged.own_keys_first(replace(problem, kv_heads=32), without, KERNEL.config(problem)) is without

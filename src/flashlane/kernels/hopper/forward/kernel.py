@@ -182,6 +182,7 @@ class HopperForward(DeviceKernel):
             if problem.varlen:
                 if config.pack_gqa == 1 and len(ranges.sequences) <= MOST_DIVIDED:
                     ranges = ranged.tiles_end_with_rows(ranges, config.block_m)
+                    ranges = ranged.own_keys_first(problem, ranges, config)
                     problem = replace(problem, batch=len(ranges.sequences))
                 parts = ranged.as_problems(problem, ranges)
             config = replace(config, heads_per_section=select.section_of_ranges(parts, config))

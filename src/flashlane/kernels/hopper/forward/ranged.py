@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.ranges import OWN, Arriving, Range, RangedRepeat, Ranges
+from flashlane.core.ranges import LINK_RATE, OWN, Arriving, Range, RangedRepeat, Ranges
 from flashlane.jit import launch, tensormap
 from flashlane.jit.launch_pool import LaunchPlan
+from flashlane.kernels import makespan
+from flashlane.kernels.hopper.forward import cost
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import FIELDS, HopperParams, PreparedForward, key_map
 
@@ -135,6 +137,54 @@ def tiles_end_with_rows(ranges: Ranges, block_m: int) -> Ranges:
             each = each._replace(q_stop=stop, shift=shift)
         found.append(each)
     return Ranges(tuple(found), ranges.chunks)
+
+
+def own_keys_first(problem: AttentionProblem, ranges: Ranges, config: HopperConfig) -> Ranges:
+    """The same rows, where other ranks' keys come late with some tiles that need none of them first.
+
+    A range has its tiles from its last rows on, and a tile its keys from the last one on. If copies take longer than
+    the first tile's keys, all tiles that run at first wait for them, unless tiles over own keys run before. The
+    shortest ones of these stay at the end, as they fill it.
+
+    Args:
+        problem: the ranges' packed sequences under a causal mask.
+        ranges: those with most work first, with the chunks that arrive.
+        config: the tile.
+    """
+    own = [chunk for chunk in ranges.chunks if chunk.flag == OWN]
+    foreign = sum(chunk.stop - chunk.first for chunk in ranges.chunks if chunk.flag != OWN)
+    parts = as_problems(problem, ranges)
+    needs_none = [any(c.first <= r.k_first and r.k_first + p.seqlen_k <= c.stop for c in own)
+                  for r, p in zip(ranges.sequences, parts, strict=True)]  # fmt: skip
+    if not foreign or needs_none[0] or not any(needs_none):
+        return ranges
+    launches = [cost.Launch(part, config, 1) for part in parts]
+    width = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    copied = 1e6 * foreign * problem.kv_heads * width / LINK_RATE
+    late = copied - parts[0].seqlen_k / config.block_n * launches[0].one.block
+    if late <= 0:
+        return ranges
+    at = max((i for i, fine in enumerate(needs_none) if fine), key=lambda i: sum(launches[i].costs))
+    moved = launches[at].costs
+
+    def time(tiles: int) -> float:
+        """Microseconds with so many m-blocks of that range first, and what is then left of the wait."""
+        before, after = moved[:tiles], moved[tiles:]
+        order = [before, *(after if i == at else each.costs for i, each in enumerate(launches))]
+        runs = [(tile, launches[at].heads) for costs in order for tile in costs]
+        waited = max(0.0, late - sum(before) * launches[at].heads / launches[at].workers)
+        return makespan.makespan_of_runs(runs, launches[at].workers) + waited
+
+    count = min(range(len(moved) + 1), key=time)
+    each = ranges.sequences[at]
+    border = max(each.q_first, each.q_stop - count * config.block_m)
+    if border == each.q_stop:
+        return ranges
+    first = each._replace(q_first=border, shift=each.alignment + border - each.q_first)
+    rest = [] if border == each.q_first else [each._replace(q_stop=border, shift=each.alignment)]
+    others = [[other] for other in ranges.sequences]
+    others[at] = rest
+    return Ranges((first, *(other for some in others for other in some)), ranges.chunks)
 
 
 def as_problems(problem: AttentionProblem, ranges: Ranges) -> list[AttentionProblem]:
