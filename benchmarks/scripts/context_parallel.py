@@ -49,7 +49,7 @@ from flashlane.bench.measure.ranks import (
 )
 from flashlane.bench.measure.results import write_atomically
 from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
-from flashlane.distributed import key_parts, launches, token_indices
+from flashlane.distributed import explain_transport, key_parts, launches, token_indices
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Ranks, start
 from flashlane.distributed.gather import Gathering, Task
@@ -193,8 +193,9 @@ def quick(device: torch.device) -> list[dict[str, Any]]:
 
 
 def check_and_repeat(device: torch.device, tokens: int, count: int) -> dict[str, Any]:
-    """Both in one group, as the test on two GPUs wants them."""
-    return {"check": check(device, tokens), "repeats": repeats(device, count)}
+    """Both in one group, as the test on two GPUs wants them, and the default transport."""
+    found = {"check": check(device, tokens), "repeats": repeats(device, count)}
+    return {**found, "transport": explain_transport(None, device)}
 
 
 def every(device: torch.device) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ def differences(pool: RankPool, case: Case, ranks: int) -> dict[str, float]:
     """The results that are further from one process's than the tolerance, relative to the largest value or 1."""
     results = cases.assembled(case, pool.run(cases.on_rank, case, ranks, ranks=list(range(ranks))))
     how = {"method": "allgather", "layout": "zigzag", "heads_k_stride": None, "transport": "messages", "again": False}
-    how |= {"polled": False, "shared": False, "parted": False}
+    how |= {"polled": False, "shared": False, "parted": False, "large": False}
     key = Case(**{**vars(case), **how})
     if key not in _expected:
         _expected[key] = cases.expected(case)
@@ -195,6 +195,18 @@ def test_a_backward_in_parts_of_its_keys(pool: RankPool, polled: bool) -> None:
         pool, (*VARIANTS, *more),
         lambda number: {"transport": "copies", "polled": polled, "parted": True, "again": number % 2 == 0,
                         "reads_lse": number % 5 == 0},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("parted", [False, True])
+def test_gradients_of_k_and_v_are_added_apart(pool: RankPool, layout: str, parted: bool) -> None:
+    """In parts those of the later own keys are added before the last launch, on two to four ranks."""
+    assert not all_wrong(
+        pool, (*VARIANTS, {"kv_heads": 4, "lengths": (61,)}, {"lengths": (40, 9)}, {"kv_heads": 4, "lengths": (200,)}),
+        lambda number: {"layout": layout, "large": True, "parted": parted, "reads_lse": False,
+                        "transport": ("messages", "copies")[parted or number % 2], "again": number % 3 == 0},
     )  # fmt: skip
 
 

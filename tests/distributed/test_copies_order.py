@@ -15,7 +15,7 @@ from parts_reference import in_parts
 from stream_order import RecordedMemory, Recorder, recording
 
 from flashlane.core.problem import CallOptions
-from flashlane.distributed import allgather, ranged
+from flashlane.distributed import allgather, gather, ranged
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.functional import head_bounds
@@ -81,9 +81,10 @@ def test_every_conflict_is_ordered(case: tuple[Any, ...], heads: tuple[Any, Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(37,), (61,), (40, 0, 25, 33)], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_backward_in_parts_is_ordered(lengths: tuple[int, ...], size: int) -> None:
+@pytest.mark.parametrize("stacked", [0, 1 << 21], ids=["sums before the last launch", "sums at the end"])
+def test_a_backward_in_parts_is_ordered(lengths: tuple[int, ...], size: int, stacked: int) -> None:
     parts_reference.used.clear()
-    with in_parts():
+    with in_parts(), mock.patch.object(gather, "MOST_STACKED", stacked):
         recorder = trained(size, "zigzag", lengths, (-1, 0), (None, None))
     # Of the first layer; the gradient of a sum, which has strides of 0, has other launches.
     assert len(parts_reference.used) >= size * 2 * sum(map(bool, lengths))

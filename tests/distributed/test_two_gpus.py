@@ -41,3 +41,13 @@ def test_methods_and_layouts_are_right(found: dict[str, Any]) -> None:
 def test_repeats_have_the_same_bits(found: dict[str, Any]) -> None:
     assert len(found["repeats"]) == 5
     assert set(found["repeats"].values()) == {0}
+
+
+@pytest.mark.gpu
+@needs_two
+def test_calls_copy_by_default_where_gpus_reach_each_other(found: dict[str, Any]) -> None:
+    transport, reason = found["transport"]
+    if all(torch.cuda.can_device_access_peer(one, 1 - one) for one in (0, 1)):
+        assert transport == "copies", reason
+    else:
+        assert transport == "messages" and "does not reach" in reason

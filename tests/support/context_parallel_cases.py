@@ -23,7 +23,7 @@ from rank_pool import first_ranks
 from share_reference import sharing
 
 import flashlane
-from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func
+from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func, gather
 from flashlane.distributed.comm import LABEL_TAG
 from flashlane.distributed.layout import token_indices
 from flashlane.distributed.peer_memory import FileMemory
@@ -61,6 +61,8 @@ class Case:
     """Whether a backward of two chunks has one launch, as on a GPU."""
     parted: bool = False
     """Whether a backward by copies has parts of its keys, as on a GPU."""
+    large: bool = False
+    """Whether gradients of K and V are added apart, as those of large tensors are."""
     again: bool = False
     """Whether the same call is made before with other values, as in a second step of a training."""
 
@@ -80,6 +82,11 @@ class Case:
     def __str__(self) -> str:
         changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case(), name)]
         return " ".join(changed) or "plain"
+
+
+def adding_apart() -> contextlib.AbstractContextManager[Any]:
+    """Gradients of K and V are added apart, however few they are."""
+    return mock.patch.object(gather, "MOST_STACKED", 0)
 
 
 def tensors_of(case: Case) -> dict[str, torch.Tensor]:
@@ -161,6 +168,7 @@ def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
             (case.polled, polling),
             (case.shared, sharing),
             (case.parted, in_parts),
+            (case.large, adding_apart),
         ):
             if asked:
                 stack.enter_context(how())

@@ -349,6 +349,8 @@ def _run_parts(
                 for row in each.own[:-1]:
                     begun.part(0, (k, v), row, totals, row)
             running.append(begun)
+        own_first = not several and len(parts[0].own) > 1
+        first_ends = streams.mark(0) if own_first else None
         for stream in computing[0 if several else 1 :]:
             streams.wait(stream, group.arrived)
         foreign_begins = None if several else streams.mark(1)
@@ -361,6 +363,10 @@ def _run_parts(
         with streams.on(COPY_STREAM):
             back.begin()
             returning = group.gathering.returning([Partial(slice(0, task.plan.keys), *totals)], own_first=True)
+        if own_first:
+            streams.wait(COPY_STREAM, first_ends)
+            with streams.on(COPY_STREAM):
+                returning.finish_from(parts[0].own[0])
         if not several:  # the launch over own keys would take all SMs if it began before that whose gradients are sent
             streams.wait(0, foreign_begins)
         for number, (each, begun) in enumerate(zip(parts, running, strict=True)):

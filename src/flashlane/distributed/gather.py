@@ -150,6 +150,8 @@ class Returning:
         self.totals = [self._total(like, partials, i) for i, like in enumerate(gathering.gathered)]
         self.kept: list[torch.Tensor] = []
         self.parts: dict[int, list[torch.Tensor]] = {}
+        self._summed: list[torch.Tensor] | None = None
+        self._rows_left = self.like[0].shape[1]
         self.pending = self._exchange() if task.others else Pending(())
 
     def _exchange(self) -> Pending:
@@ -181,39 +183,71 @@ class Returning:
         rows = self.plan.index("received", "place" if self.own_first else "key", peer, self.like[0].device)
         return [take_rows(t, rows).contiguous() for t in self.totals]
 
+    def finish_from(self, row: int) -> None:
+        """Sum the gradients of this rank's keys from a row on, whose own part is complete, before :meth:`finish`.
+
+        It is done on the current stream, for few chunks: while other launches run, it takes the SMs that they leave.
+        """
+        self._arrive()
+        if len(self.plan.sums) <= FEW_SUMS and not self._is_small():
+            self._summed = [torch.empty_like(like) for like in self.like]
+            self._add_apart(self._summed, row, self._rows_left)
+            self._rows_left = row
+
     def finish(self) -> list[torch.Tensor]:
         """The gradients of this rank's k and v, summed over the ranks in their order, in the dtype of k and v."""
-        self.pending.wait()
-        self.parts[self.task.rank] = self.totals
+        self._arrive()
         if len(self.plan.sums) > MANY_SUMS:
             return [self._sum_by_rank(like, i) for i, like in enumerate(self.like)]
         stacked = {rank: _stacked(*pair) for rank, pair in self.parts.items()}
-        k, v = self.like
-        small = k.numel() < MOST_STACKED and k.shape == v.shape
-        if len(self.plan.sums) <= FEW_SUMS and small and all(t is not None for t in stacked.values()):
-            both = k.new_empty((2, *k.shape))
+        if len(self.plan.sums) <= FEW_SUMS and self._is_small() and all(t is not None for t in stacked.values()):
+            both = self.like[0].new_empty((2, *self.like[0].shape))
             self._add_chunks([(both, stacked)], 2)
             return [both[0], both[1]]
-        summed = [torch.empty_like(like) for like in self.like]
-        self._add_chunks([(to, {rank: t[i] for rank, t in self.parts.items()}) for i, to in enumerate(summed)], 1)
+        summed = self._summed or [torch.empty_like(like) for like in self.like]
+        self._add_apart(summed, 0, self._rows_left)
         return summed
 
-    def _add_chunks(self, targets: list[tuple[torch.Tensor, dict[int, Any]]], axis: int) -> None:
-        """Write the sums of chunks of rows, which lie along an axis: to each target those of its parts, by rank."""
+    def _arrive(self) -> None:
+        """Let the current stream wait for the other ranks' gradients."""
+        self.pending.wait()
+        self.parts[self.task.rank] = self.totals
 
-        def rows_of(t: torch.Tensor, at: slice) -> torch.Tensor:
-            return t.narrow(axis, at.start, at.stop - at.start)
+    def _is_small(self) -> bool:
+        """Whether the gradients of K and V may be added as one tensor."""
+        k, v = self.like
+        return k.numel() < MOST_STACKED and k.shape == v.shape
 
+    def _add_apart(self, to: list[torch.Tensor], first: int, stop: int) -> None:
+        """Write the sums of some rows of the gradients of K and of V."""
+        self._add_chunks(
+            [(t, {rank: of[i] for rank, of in self.parts.items()}) for i, t in enumerate(to)], 1, first, stop
+        )
+
+    def _add_chunks(
+        self, targets: list[tuple[torch.Tensor, dict[int, Any]]], axis: int, first: int = 0, stop: int | None = None
+    ) -> None:
+        """Write the sums of chunks of rows, which lie along an axis: to each target those of its parts, by rank.
+
+        Only rows from ``first`` on and before ``stop`` are written.
+        """
+        stop = self.like[0].shape[1] if stop is None else stop
         places, parts = [], []
         for rows, of_ranks in self.plan.sums:
+            begin, count = max(first, rows.start), min(stop, rows.stop) - max(first, rows.start)
+            if count <= 0:
+                continue
+            firsts = [
+                begin if self.own_first and rank == self.task.rank else at.start + begin - rows.start
+                for rank, at in of_ranks
+            ]
             for to, by_rank in targets:
-                places.append(rows_of(to, rows))
+                places.append(to.narrow(axis, begin, count))
                 parts.append(
-                    [rows_of(by_rank[rank], rows if self.own_first and rank == self.task.rank else at)
-                     for rank, at in of_ranks]
-                )  # fmt: skip
+                    [by_rank[rank].narrow(axis, at, count) for (rank, _), at in zip(of_ranks, firsts, strict=True)]
+                )
         if len(self.plan.sums) > FEW_SUMS:
-            for number in range(1, max(map(len, parts))):
+            for number in range(1, max(map(len, parts), default=0)):
                 some = [each for each in parts if number < len(each)]
                 torch._foreach_add_([each[0] for each in some], [each[number] for each in some])
             torch._foreach_copy_(places, [each[0] for each in parts])
