@@ -123,6 +123,11 @@ def cases() -> Iterator[FlexCase]:
         lambda device: (_linear, masks.documents(torch.tensor([0, 70, 71, 200], device=device), causal=True)),
         128, **square,
     )  # fmt: skip
+    yield FlexCase(
+        "tanh, documents",
+        lambda device: (_tanh, masks.documents(torch.tensor([0, 70, 71, 200], device=device), causal=True)),
+        64, **square,
+    )  # fmt: skip
     tree = ([-1, 0, 1, 1, 0], [60, 50, 40, 30, 20])
     yield FlexCase("prefix tree", lambda device: (None, masks.prefix_tree(*tree, device)), 64, block=64, **square)
     yield FlexCase("neighbourhood", lambda device: (None, masks.neighbourhood((4, 10, 5), (2, 3, 3))), 128, **square)

@@ -197,6 +197,34 @@ def test_a_bias_of_the_distance_takes_few_instructions(head_dim: int, score: str
     assert longer - plain <= most * scores + STEP, lengths
 
 
+@pytest.mark.parametrize("score", ["linear", "abs", "tanh"])
+@pytest.mark.parametrize("block", [None, (128, 128)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_body_serves_all_steps_of_a_program(score: str, block: tuple[int, int] | None, head_dim: int) -> None:
+    """Its products are there once, and besides them a tile's first S and its last P·V."""
+    config = run_forward.config_of(problem(head_dim), program_of(score, block is not None), block, block is not None)
+    assert not config.across_tiles
+    text = jit.disassemble(jit.compile(config.source(), ARCH).cubin)
+    if text is None:
+        pytest.skip("no disassembler")
+    products = -(-head_dim // 16) + config.block_n // 16
+    assert len(re.findall(r"\bHGMMA\.\w+\.F32\b", text)) == 2 * products  # an empty group is one of f16
+    assert run_forward.config_of(problem(head_dim), program_of("none", block is not None), block, True).across_tiles
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bounded_scores_of_bf16_take_no_maximum(dtype: torch.dtype) -> None:
+    """Their steps have no FMNMX of a row's scores and no shuffle; P in f16 would overflow."""
+    of = replace(problem(128), dtype=dtype)
+    config = run_forward.config_of(of, program_of("tanh", False), None)
+    text = jit.disassemble(jit.compile(config.source(), ARCH).cubin)
+    if text is None:
+        pytest.skip("no disassembler")
+    loop = steady_loops(text)[-1]
+    found = sum(op.startswith(("FMNMX", "SHFL")) for op in loop)
+    assert found == 0 if dtype == torch.bfloat16 else found > config.block_n / 2
+
+
 def test_tanh_is_approximate_for_bf16() -> None:
     program = program_of("tanh", False)
     for run in (run_forward, run_backward):

@@ -32,6 +32,8 @@ from flashlane.kernels.hopper.forward.tiles import M192N64S3, M192N80S3, M256N64
 PLANS_KEPT = 1024
 LEAST_SCALE = 2.0**-20
 """Scores by distance are taken in units of the scale from this scale on."""
+POLYNOMIALS = 3
+"""Of every eight exponentials of a tanh at small head dims, those that the FMA units compute."""
 NARROW, MEDIUM, WIDE = 64, 128, 192
 """Head dims up to which a tile's operands take that much shared memory and registers."""
 
@@ -92,7 +94,8 @@ def config_of(
         heads_per_section=_section(problem),
     )  # fmt: skip
     # Kernels without a program are compiled once for all masks; a program's is compiled while its caller waits.
-    config = replace(config, across_tiles=not config.program)
+    small_tanh = has_tanh and needs_no_maximum(problem, program) and block is None and largest <= NARROW
+    config = replace(config, across_tiles=not config.program, polynomials=POLYNOMIALS if small_tanh else 0)
     if config.shared_memory > shared_limit(ARCH):
         config = replace(config, stages=2)
     by_hand = block is not None and program.mask is None

@@ -31,7 +31,7 @@ REGISTERS_OF_TWO_CTAS = (56, 200)
 TILE_CONSTANTS = ("head_dim", "head_dim_v", "columns_v", "v_slices", "block_m", "block_n", "pack_gqa", "consumers")
 TILE_CONSTANTS += ("stages", "q_stages", "cluster", "q_in_registers", "one_barrier", "pingpong", "late_wait")
 TILE_CONSTANTS += ("has_left", "has_right", "gather", "split", "combine_in_kernel")
-TILE_CONSTANTS += ("block_lists", "mask_bits", "ctas_per_sm", "ranges", "arrivals", "across_tiles")
+TILE_CONSTANTS += ("block_lists", "mask_bits", "ctas_per_sm", "ranges", "arrivals", "across_tiles", "polynomials")
 """Properties of a configuration that are constants of the same name."""
 
 
@@ -95,6 +95,9 @@ class HopperConfig:
     across_tiles: bool = True
     """Software pipelining across tiles: a tile's last P·V runs under the softmax of the next tile's first n-block.
     Without it one body serves all n-blocks, masked or not, which compiles in half of the time; only for programs."""
+    polynomials: int = 0
+    """Of every eight exponentials of a bounded score, those that the FMA units compute; the special-function unit
+    computes the others."""
     heads_per_section: int = 0
     """Tile heads of a section of the L2 head swizzle, an argument of the launch; 0 is what ``tile_scheduler`` gives."""
 

@@ -165,6 +165,16 @@ struct Mainloop {
     __device__ __forceinline__ void softmax_of(int n_block, bool mask, float (&alpha)[2]) {
         float bias[2], distance[2], offset[2];
         if constexpr (cfg::BLOCK_LISTS) n_block = listed.block();
+        if constexpr (FUSED_UNMASKED) {
+            if (cfg::BLOCK_LISTS ? listed.state(rows.warpgroup) == BLOCK_FULL : !mask) {
+                float scale = p.score.scale_log2 * LN_2;
+                asm volatile("" : "+f"(scale));  // or the scores of both sides are computed in front of the branch
+                transform_by_program(p.program, s, scale, tile.batch, tile.tile_head(), tile.row + rows.row(0),
+                                     n_block * BLOCK_N + 2 * (rows.lane % 4));
+                softmax.exponentiate_bounded<cfg::POLYNOMIALS>(s, late_scale(p), BOUNDED_MAX);
+                return;
+            }
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             distance[half] = Score::HAS_DISTANCE ? position[half] - n_block * BLOCK_N : 0;
@@ -179,9 +189,9 @@ struct Mainloop {
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
         constexpr bool OFFSET = Score::HAS_DISTANCE || Program::IS_LINEAR;
         if constexpr (BOUNDED) {
-            softmax.exponentiate_bounded(s, late_scale(p), BOUNDED_MAX);
+            softmax.exponentiate_bounded<cfg::POLYNOMIALS>(s, late_scale(p), BOUNDED_MAX);
         } else {
-            softmax.update_max<MASKED || ANY_MAY_BE_HIDDEN, OFFSET>(s, late_scale(p), offset, alpha, bias);
+            softmax.update_max<MASKED && !ANY_MAY_BE_HIDDEN, OFFSET>(s, late_scale(p), offset, alpha, bias);
             softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
         }
     }
@@ -208,7 +218,7 @@ struct Mainloop {
     }
     __device__ __forceinline__ void reset_softmax() {
         if constexpr (BOUNDED) softmax.reset(BOUNDED_MAX);
-        else softmax.reset(cfg::ACROSS_TILES ? -INF : LEAST_MAX / fmaxf(1.f, late_scale(p)));
+        else softmax.reset(ANY_MAY_BE_HIDDEN ? LEAST_MAX / fmaxf(1.f, late_scale(p)) : -INF);
     }
     __device__ __forceinline__ void softmax_of_first(int n_block, bool mask) {
         float alpha[2];

@@ -48,15 +48,16 @@ static_assert(!cfg::BLOCK_LISTS ||
               (CLUSTER == 1 && PACK_GQA == 1 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 // Scores are in base 2 before their maximum is taken; their last factor can otherwise wait for the exponent's FFMA.
 constexpr bool SCALED = !Score::LATE_SCALE && !Program::HAS_SCORE;
-// Whether all scores of a row may be −∞ in a block that is not masked: a list or a program may hide them.
-constexpr bool ANY_MAY_BE_HIDDEN =
-    cfg::ACROSS_TILES && (cfg::BLOCK_LISTS || (Program::HAS_SCORE && !Program::IS_LINEAR));
-// Without ACROSS_TILES a row's maximum begins with this one instead of −∞, over the scale. Differences from it are no
-// NaN, so that a row without a visible score needs no test. Scores below it count as hidden.
+// Whether a list or a program may hide all scores of a row in any block. Its maximum begins with LEAST_MAX over the
+// scale, not with −∞: differences from it are no NaN, so that such a row needs no test. Scores below it are hidden.
+constexpr bool ANY_MAY_BE_HIDDEN = cfg::BLOCK_LISTS || Program::HAS_SCORE || !cfg::ACROSS_TILES;
 constexpr float LEAST_MAX = -1e38f;
 // Whether 2^(score − a constant) needs no row maximum. P in f16 would overflow.
 constexpr bool BOUNDED = Program::IS_BOUNDED && is_same<Element, __nv_bfloat16>;
 constexpr float BOUNDED_MAX = Program::CENTRE / Program::FACTOR;  // in the unit of Program::score
+// Whether blocks without a mask have a softmax of their own, in which each score and its exponential are one chain. By
+// lists, the tiles of small heads have too few registers for two forms.
+constexpr bool FUSED_UNMASKED = BOUNDED && (!cfg::BLOCK_LISTS || HEAD_DIM > 64 || COLUMNS_V > 64);
 constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
 
