@@ -125,6 +125,14 @@ def run(generation: str, options: argparse.Namespace, record: Path, seconds: flo
     return row | recorded(words, environ, record, seconds)
 
 
+def show(row: dict[str, Any]) -> None:
+    """Print what came of a module, and each failure."""
+    counts = ", ".join(f"{row[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
+    print(f"{row['module']}: {counts} in {row['seconds']:.0f} s{', ended early' * row['ended_early']}", flush=True)
+    for case, why in row["failures"].items():
+        print(f"  {case}: {' '.join(why.split())[-200:]}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", type=Path, help="FlashAttention's repository, or its test modules in its layout")
@@ -152,11 +160,7 @@ def main() -> int:
         left = max(1.0, options.seconds - time.monotonic() + began)
         rows.append(run(name, options, options.out.with_name(f"flash_attention_{name}.jsonl"), left))
         write_atomically(options.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")
-        row = rows[-1]
-        counts = ", ".join(f"{row[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
-        print(f"{row['module']}: {counts} in {row['seconds']:.0f} s{', ended early' * row['ended_early']}", flush=True)
-        for case, why in row["failures"].items():
-            print(f"  {case}: {' '.join(why.split())[-200:]}")
+        show(rows[-1])
     return int(any(row["failed"] or not row["passed"] for row in rows))
 
 

@@ -67,10 +67,7 @@ def main() -> int:
         rows = list(pool.map(lambda module: run(module, options), options.modules))
     write_atomically(options.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")
     for row in rows:
-        counts = ", ".join(f"{row[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
-        print(f"{row['module']}: {counts} in {row['seconds']:.0f} s{', ended early' * row['ended_early']}", flush=True)
-        for case, why in row["failures"].items():
-            print(f"  {case}: {' '.join(why.split())[-200:]}")
+        recording.show(row)
     return int(any(row["failed"] or not row["passed"] for row in rows))
 
 
