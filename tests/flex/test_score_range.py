@@ -12,7 +12,8 @@ from support.programs import SIZES, by_torch, draw
 
 from flashlane.flex.bind import bind
 from flashlane.flex.program import Program
-from flashlane.flex.score_range import LARGEST, centre_of, range_of
+from flashlane.flex.score_range import LARGEST, POSITIONS, centre_of, range_of
+from flashlane.kernels.hopper.flex.problem import MAX_LENGTH
 
 CPU = torch.device("cpu")
 TABLE = torch.tensor([0.5, -0.25, 3.0, 1.0])
@@ -78,6 +79,13 @@ def test_the_centre_is_0_where_that_is_near_enough(name: str, centre: float) -> 
 def test_a_cap_beyond_the_largest_has_no_centre() -> None:
     caps = {cap: program_of(lambda s, b, h, q, k, cap=cap: cap * torch.tanh(s / cap)) for cap in (52.0, 53.0)}
     assert MOST < 53 and caps[52.0].centre == 0.0 and caps[53.0].centre is None
+
+
+def test_bounds_hold_for_all_positions_and_batches_that_kernels_take() -> None:
+    assert MAX_LENGTH <= POSITIONS
+    by_length = program_of(lambda s, b, h, q, k: 50.0 * (q - k) / (MAX_LENGTH - 1))
+    assert range_of(by_length.score) == pytest.approx((-50, 50)) and by_length.centre == 0
+    assert program_of(lambda s, b, h, q, k: b * 1e-5).centre is None  # 5 million sequences of one token are legal
 
 
 def test_no_score_and_a_mask_alone_are_not_bounded() -> None:

@@ -18,15 +18,17 @@ LARGEST = 76.0
 """The largest |score − centre| in base 2. Sums of 2^22 such exponentials are below 2^98, and P·V is finite for values
 below 2^28; sums of the least ones are above 2^-76, far from the least f32."""
 POSITIONS = 1 << 22
-"""What ``q`` and ``kv`` are below, and ``b`` and ``h``."""
+"""What ``q`` and ``kv`` are below: the kernels that take programs refuse longer sequences."""
+COUNTS = 1 << 31
+"""What ``b`` and ``h`` are below: they are 32-bit integers."""
 
 
 @functools.cache
 def _any_pair() -> bounds.Grid:
     """One block that has every pair of every call."""
     least = torch.zeros((), dtype=torch.int64)
-    names = ("b", "h", "q", "kv")
-    first, last = dict.fromkeys(names, least), dict.fromkeys(names, least + (POSITIONS - 1))
+    sizes = {"b": COUNTS, "h": COUNTS, "q": POSITIONS, "kv": POSITIONS}
+    first, last = dict.fromkeys(sizes, least), {name: least + (size - 1) for name, size in sizes.items()}
     return bounds.Grid(first, last, {"q": least, "kv": least}, {"q": POSITIONS, "kv": POSITIONS})
 
 
