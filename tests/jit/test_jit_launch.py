@@ -13,7 +13,7 @@ from jit_sources import VECTOR_ADD, spilling, vector_add
 
 from flashlane import jit
 from flashlane.core.problem import arch_of
-from flashlane.jit import launch
+from flashlane.jit import driver, launch
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -35,15 +35,13 @@ class Code(enum.IntEnum):
     CUDA_ERROR_NO_BINARY_FOR_GPU = 209
 
 
-class Attribute(enum.IntEnum):
-    """Of functions and devices, with the values that the fake device gives."""
-
-    CU_FUNC_ATTRIBUTE_NUM_REGS = 40
-    CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES = 0
-    CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1024
-    CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK = 256
-    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = -1
-    CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 166912
+ATTRIBUTES = {
+    driver.NUM_REGS: 40,
+    driver.LOCAL_SIZE_BYTES: 0,
+    driver.SHARED_SIZE_BYTES: 1024,
+    driver.MAX_THREADS_PER_BLOCK: 256,
+}
+"""Of functions of the fake device."""
 
 
 NO_CONTEXT = 0
@@ -52,20 +50,11 @@ NO_CONTEXT = 0
 class FakeDriver:
     """Two devices whose contexts are 100 and 101; every call is written down."""
 
-    CUfunction_attribute = CUdevice_attribute = Attribute
-    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
-    CUlaunchConfig = SimpleNamespace
-
-    @staticmethod
-    def CUlaunchAttribute() -> SimpleNamespace:
-        return SimpleNamespace(value=SimpleNamespace())
-
     def __init__(self) -> None:
         self.contexts = [100]
         self.calls: list[tuple] = []
         self.failing: dict[str, Code] = {}
         self.params: list[bytes] = []
-        self.configs: list[SimpleNamespace] = []
 
     def __getattr__(self, name):
         if not name.startswith("cu"):
@@ -97,13 +86,17 @@ class FakeDriver:
         return self.contexts.pop()
 
     def do_cuFuncGetAttribute(self, attribute, function):
-        return int(attribute)
+        return ATTRIBUTES[attribute]
 
     def do_cuDeviceGetAttribute(self, attribute, device):
-        return int(attribute)
+        assert attribute == driver.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        return 166912
 
     def do_cuFuncSetAttribute(self, *_):
         return None
+
+    def do_cuGetErrorName(self, code):
+        return code.name.encode()
 
     def do_cuGetErrorString(self, code):
         return b"what the driver says"
@@ -113,9 +106,8 @@ class FakeDriver:
         self.params.append(ctypes.string_at(address, ctypes.sizeof(Params)))
         self.launched_in = self.contexts[-1]
 
-    def do_cuLaunchKernelEx(self, config, *arguments):
-        self.configs.append(SimpleNamespace(**vars(config)))
-        self.do_cuLaunchKernel(*arguments)
+    def launcher(self, function, grid, block, shared, address, overlapped):
+        return lambda stream: self.cuLaunchKernel(function, *grid, *block, shared, stream, address, overlapped)[0]
 
     def named(self, name):
         return [call[1:] for call in self.calls if call[0] == name]
@@ -128,8 +120,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    driver = FakeDriver()
-    monkeypatch.setattr(launch, "driver", lambda: driver)
+    found = FakeDriver()
+    monkeypatch.setattr(launch, "driver", lambda: found)
     monkeypatch.setattr(launch, "stream_getter", lambda: lambda device: 1000 + device)
     monkeypatch.setattr(launch, "device_getter", lambda: lambda: 0)
     monkeypatch.setattr(launch, "_functions", {})
@@ -137,7 +129,7 @@ def fake(monkeypatch):
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     for cached in (launch._primary_context, launch._shared_opt_in):
         cached.cache_clear()
-    yield driver
+    yield found
     for cached in (launch._primary_context, launch._shared_opt_in):
         cached.cache_clear()
 
@@ -172,15 +164,10 @@ def test_a_launch_that_overlaps_the_one_before_it(fake):
         enqueue(stream)
     fake.contexts = [NO_CONTEXT]
     on_fake(fake).launch((1, 1, 1), (32, 1, 1), 0, params, overlapped=True)  # in a thread that has not used CUDA
-    assert not fake.named("cuLaunchKernel") and fake.params == [bytes(params)] * 3 and fake.launched_in == 100
-    first, second, third = fake.configs
-    for config, stream in ((first, 77), (second, 78)):
-        assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (5, 6, 7)
-        assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (32, 4, 2)
-        assert (config.sharedMemBytes, config.hStream, config.numAttrs) == (512, stream, 1)
-    assert third.hStream == 1000
-    (attribute,) = third.attrs
-    assert attribute.id == 6 and attribute.value.programmaticStreamSerializationAllowed == 1
+    assert fake.params == [bytes(params)] * 3 and fake.launched_in == 100
+    *first, refused, again = fake.named("cuLaunchKernel")
+    assert [call[1:9] for call in first] == [(5, 6, 7, 32, 4, 2, 512, stream) for stream in (77, 78)]
+    assert refused[8] == again[8] == 1000 and all(call[-1] for call in (*first, refused, again))
 
 
 def test_launch_with_a_parameter_each(fake):
@@ -280,7 +267,7 @@ def test_a_refused_load_is_not_remembered(fake):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_loading_says_so():
-    launch.driver.cache_clear()
+    driver.driver.cache_clear()
     with pytest.raises(jit.ToolchainError, match="needs an NVIDIA"):
         jit.load(jit.compile(vector_add("no gpu"), "sm_80"), 0)
 

@@ -7,6 +7,7 @@ It imports nothing that flashlane does not import, so that a process can tell wh
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,37 +20,22 @@ STREAM = 1000
 class Driver:
     """Answers like a driver for which everything succeeds."""
 
-    CUfunction_attribute = SimpleNamespace(
-        CU_FUNC_ATTRIBUTE_NUM_REGS=128,
-        CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES=0,
-        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES=0,  # the Hopper kernels have dynamic shared memory alone
-        CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK=1024,
-        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=0,
-    )
-    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=SHARED)
-    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
-    CUlaunchConfig = SimpleNamespace
-
     def __init__(self) -> None:
         self.launched = 0
 
-    @staticmethod
-    def CUlaunchAttribute() -> SimpleNamespace:
-        return SimpleNamespace(value=SimpleNamespace())
+    def launcher(self, *_: Any) -> Callable[[int], int]:
+        def launch(stream: int) -> int:
+            self.launched += 1
+            return 0
 
-    def cuLaunchKernel(self, *_: Any) -> tuple[int]:
-        self.launched += 1
-        return (0,)
-
-    def cuLaunchKernelEx(self, *_: Any) -> tuple[int]:
-        self.launched += 1
-        return (0,)
+        return launch
 
     def cuFuncGetAttribute(self, attribute: int, _: Any) -> tuple[int, int]:
-        return 0, attribute
+        # The Hopper kernels have dynamic shared memory alone.
+        return 0, {0: 1024, 4: 128}.get(attribute, 0)
 
     def cuDeviceGetAttribute(self, attribute: int, _: Any) -> tuple[int, int]:
-        return 0, attribute
+        return 0, SHARED
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):

@@ -272,7 +272,7 @@ def _functions() -> tuple[Callable[..., int], Callable[..., int], Callable[..., 
 
 def _check(code: int, what: str) -> None:
     if code:
-        name = launch.driver().CUresult(code).name
+        name = launch.driver().cuGetErrorName(code)[1].decode()
         raise RuntimeError(f"{what} between the GPUs of this host failed: {name}")
 
 

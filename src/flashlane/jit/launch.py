@@ -8,11 +8,11 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any
 
+from flashlane.jit import driver as api
 from flashlane.jit.compiler import Compiled
-from flashlane.jit.toolchain import ToolchainError
+from flashlane.jit.driver import driver
 
 Dim3 = tuple[int, int, int]
 
@@ -26,28 +26,6 @@ current one. It has not run then."""
 
 class LaunchError(RuntimeError):
     """The CUDA driver refused to load or launch a kernel."""
-
-
-@functools.cache
-def driver() -> ModuleType:
-    """``cuda.bindings.driver``, initialised.
-
-    Raises:
-        ToolchainError: the bindings or the driver are missing.
-    """
-    try:
-        from cuda.bindings import driver as bindings
-
-        code = bindings.cuInit(0)[0]
-    except (ImportError, RuntimeError, OSError) as error:
-        message = (
-            f"launching kernels needs an NVIDIA driver and cuda-bindings ({type(error).__name__}: {error}); "
-            'the bindings come with pip install "flashlane[nvrtc]"'
-        )
-        raise ToolchainError(message) from error
-    if code:
-        raise ToolchainError(f"launching kernels needs an NVIDIA GPU: cuInit says {code.name}")
-    return bindings
 
 
 class Function:
@@ -77,11 +55,10 @@ class Function:
         self._context = _primary_context(device_index)
         with self._current():
             self._function = handle(self._call)
-        attributes = self._driver.CUfunction_attribute
-        self.registers = self._attribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS)
-        self.local_bytes = self._attribute(attributes.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
-        self.static_shared = self._attribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
-        self.max_threads = self._attribute(attributes.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
+        self.registers = self._attribute(api.NUM_REGS)
+        self.local_bytes = self._attribute(api.LOCAL_SIZE_BYTES)
+        self.static_shared = self._attribute(api.SHARED_SIZE_BYTES)
+        self.max_threads = self._attribute(api.MAX_THREADS_PER_BLOCK)
         self._shared_allowed = DEFAULT_SHARED - self.static_shared
 
     def set_shared_memory(self, size: int) -> None:
@@ -98,9 +75,8 @@ class Function:
                 f"shared is {size} bytes for {self.name}; device {self.device_index} gives a block at most {most} "
                 f"next to the kernel's {self.static_shared} static ones"
             )
-        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         with self._current():
-            self._call("cuFuncSetAttribute", self._function, attribute, size)
+            self._call("cuFuncSetAttribute", self._function, api.MAX_DYNAMIC_SHARED_SIZE_BYTES, size)
         self._shared_allowed = size
 
     def launch(
@@ -168,24 +144,12 @@ class Function:
         else:
             pointers = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
         address = ctypes.addressof(pointers)
-        launch, function = self._driver.cuLaunchKernel, self._function
-        if overlapped:
-            enqueue_once = self._overlapping_launch(grid, block, shared, address)
+        enqueue_once = self._driver.launcher(self._function, grid, block, shared, address, overlapped)
 
-            def enqueue(stream: int) -> None:
-                code = enqueue_once(stream)
-                if code:
-                    refused(code, stream)
-        else:
-            # The bindings take None for stream 0 in less time than 0. This is written out twice, as a call of a
-            # function takes a tenth of what a launch does.
-            def enqueue_once(stream: int) -> int:
-                return launch(function, gx, gy, gz, bx, by, bz, shared, stream or None, address, 0)[0]
-
-            def enqueue(stream: int) -> None:
-                code = launch(function, gx, gy, gz, bx, by, bz, shared, stream or None, address, 0)[0]
-                if code:
-                    refused(code, stream)
+        def enqueue(stream: int) -> None:
+            code = enqueue_once(stream)
+            if code:
+                refused(code, stream)
 
         def refused(code: Any, stream: int) -> None:
             if code in NOT_CURRENT:  # as in a thread that has not used CUDA yet
@@ -197,33 +161,6 @@ class Function:
 
         enqueue.keeps = params, pointers  # type: ignore[attr-defined]  # the driver reads them at each launch
         return enqueue
-
-    def _overlapping_launch(self, grid: Dim3, block: Dim3, shared: int, address: int) -> Callable[[int], int]:
-        """What launches on a stream, overlapping the kernel before it there, and gives the driver's code.
-
-        Setting the launch's sizes in the bindings' structure takes longer than launching, so that is done once.
-        """
-        enqueue, function, config = self._driver.cuLaunchKernelEx, self._function, self._driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block
-        config.sharedMemBytes, config.attrs, config.numAttrs = shared, [self._overlap], 1
-        last = 0
-
-        def launch(stream: int) -> int:
-            nonlocal last
-            if stream != last:
-                config.hStream, last = stream, stream
-            return enqueue(config, function, address, 0)[0]
-
-        return launch
-
-    @functools.cached_property
-    def _overlap(self) -> Any:
-        """The attribute of such a launch."""
-        attribute = self._driver.CUlaunchAttribute()
-        attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        return attribute
 
     def occupancy(self, threads: int, shared: int) -> int:
         """Blocks resident on an SM, as the driver says.
@@ -305,23 +242,21 @@ def _library(compiled: Compiled) -> Any:
     """The cubin as a driver library, which serves every device; called under the lock."""
     if compiled.key not in _libraries:
         what = f"{compiled.source.name} ({compiled.arch})"
-        _libraries[compiled.key] = _checked(
-            driver(), "cuLibraryLoadData", compiled.cubin, [], [], 0, [], [], 0, what=what
-        )
+        _libraries[compiled.key] = _checked(driver(), "cuLibraryLoadData", compiled.cubin, what=what)
     return _libraries[compiled.key]
 
 
-def _checked(api: ModuleType, name: str, *arguments: Any, what: str) -> Any:
+def _checked(driver: Any, name: str, *arguments: Any, what: str) -> Any:
     """Call a driver function; give back its value, or raise naming what it was for."""
-    code, *values = getattr(api, name)(*arguments)
+    code, *values = getattr(driver, name)(*arguments)
     if code:
-        raise LaunchError(f"{what}: {name} failed: {_explain(api, code)}")
+        raise LaunchError(f"{what}: {name} failed: {_explain(driver, code)}")
     return values[0] if values else None
 
 
-def _explain(api: ModuleType, code: Any) -> str:
-    text = api.cuGetErrorString(code)[1]
-    return f"{getattr(code, 'name', code)} ({text.decode() if text else 'no description'})"
+def _explain(driver: Any, code: int) -> str:
+    name, text = (of(code)[1].decode() for of in (driver.cuGetErrorName, driver.cuGetErrorString))
+    return f"{name} ({text})"
 
 
 @functools.cache
@@ -347,10 +282,10 @@ def make_current() -> None:
 @functools.cache
 def _shared_opt_in(device_index: int) -> int:
     """Bytes of shared memory that a block may opt in to."""
-    api, what = driver(), f"device {device_index}"
-    device = _checked(api, "cuDeviceGet", device_index, what=what)
-    attribute = api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    return _checked(api, "cuDeviceGetAttribute", attribute, device, what=what)
+    what = f"device {device_index}"
+    device = _checked(driver(), "cuDeviceGet", device_index, what=what)
+    attribute = api.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    return _checked(driver(), "cuDeviceGetAttribute", attribute, device, what=what)
 
 
 def stream_getter() -> Callable[[int], int]:

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from flashlane.jit.launch import NOT_CURRENT, LaunchError, driver, make_current
+from flashlane.jit import driver as api
+from flashlane.jit.driver import driver
+from flashlane.jit.launch import NOT_CURRENT, LaunchError, make_current
 
 Element = Literal["f16", "bf16", "f32"]
 ITEM_BYTES: dict[str, int] = {"f16": 2, "bf16": 2, "f32": 4}
-_TYPES = {"f16": "FLOAT16", "bf16": "BFLOAT16", "f32": "FLOAT32"}
 SWIZZLES = (0, 32, 64, 128)
 MAX_BOX = 256
 MAX_SIZE = 2**32
@@ -122,29 +123,19 @@ def encode(tensor_map: TensorMap) -> bytes:
         ToolchainError: there is no driver.
         LaunchError: the driver refuses the map.
     """
-    api = driver()
-    wide, narrow = api.cuuint64_t, api.cuuint32_t
-    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{tensor_map.swizzle}B" if tensor_map.swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"
-    arguments = (
-        getattr(api.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[tensor_map.element]}"),
-        len(tensor_map.sizes),
-        tensor_map.address,
-        [wide(size) for size in tensor_map.sizes],
-        [wide(stride) for stride in tensor_map.strides],
-        [narrow(size) for size in tensor_map.box],
-        [narrow(1)] * len(tensor_map.box),
-        api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(api.CUtensorMapSwizzle, swizzle),
-        api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    code, encoded = api.cuTensorMapEncodeTiled(*arguments)
+    memory = ctypes.create_string_buffer(2 * MAP_BYTES)
+    place = ctypes.addressof(memory) + -ctypes.addressof(memory) % MAP_BYTES
+    arguments = (place, api.DATA_TYPES[tensor_map.element], tensor_map.address, tensor_map.sizes, tensor_map.strides)
+    arguments += (tensor_map.box, api.SWIZZLES[tensor_map.swizzle])
+    (code,) = driver().cuTensorMapEncodeTiled(*arguments)
     if code in NOT_CURRENT:
         make_current()
-        code, encoded = api.cuTensorMapEncodeTiled(*arguments)
+        (code,) = driver().cuTensorMapEncodeTiled(*arguments)
     if code:
-        raise LaunchError(f"cuTensorMapEncodeTiled failed: {getattr(code, 'name', code)}; the map was {tensor_map}")
-    return ctypes.string_at(int(encoded.getPtr()), MAP_BYTES)
+        raise LaunchError(
+            f"cuTensorMapEncodeTiled failed: {driver().cuGetErrorName(code)[1].decode()}; the map was {tensor_map}"
+        )
+    return ctypes.string_at(place, MAP_BYTES)
 
 
 def mover(place: int) -> Callable[[int], None]:
@@ -159,22 +150,18 @@ def mover(place: int) -> Callable[[int], None]:
 
     Raises:
         ValueError: the place is no multiple of 128.
-        LaunchError: the bindings copy a map instead of naming the place.
     """
     if place % MAP_BYTES:
         raise ValueError(f"place is {place:#x}; a map is changed where it lies on a multiple of {MAP_BYTES} bytes")
-    api = driver()
-    tensor_map, replace_address = api.CUtensorMap(place), api.cuTensorMapReplaceAddress
-    if int(tensor_map.getPtr()) != place:  # what is moved would not be what is launched
-        raise LaunchError(f"this version of cuda-bindings does not change a tensor map in place, at {place:#x}")
+    replace_address = driver().cuTensorMapReplaceAddress
 
     def move(address: int) -> None:
-        code = replace_address(tensor_map, address)[0]
+        (code,) = replace_address(place, address)
         if code in NOT_CURRENT:
             make_current()
-            code = replace_address(tensor_map, address)[0]
+            (code,) = replace_address(place, address)
         if code:
-            name = getattr(code, "name", code)
+            name = driver().cuGetErrorName(code)[1].decode()
             raise LaunchError(f"cuTensorMapReplaceAddress failed: {name}; the address was {address:#x}")
 
     return move

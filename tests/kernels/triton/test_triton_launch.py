@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashlane
+from flashlane.jit import driver as api
 from flashlane.jit import launch as jit_launch
 from flashlane.jit.launch import NOT_CURRENT, LaunchError
 from flashlane.kernels.triton import backward, driver_launch, forward, launch
@@ -24,12 +25,7 @@ KINDS = (ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, *(ctyp
 
 
 class Driver:
-    """Stands for ``cuda.bindings.driver``; reads the parameters where the driver would."""
-
-    class CUfunction_attribute:
-        CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES = "registers", "local"
-        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK = "shared", "threads"
-        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = "dynamic"
+    """Stands for the driver; reads the parameters where it would."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.codes, self.launched, self.pushed = sizes, [], [], 0
@@ -42,25 +38,27 @@ class Driver:
         self.pushed -= 1
         return 0, None
 
-    def cuFuncGetAttribute(self, attribute: str, function: int) -> tuple[int, int]:
-        return 0, {"threads": 1024, "registers": 64}.get(attribute, 0)
+    def cuFuncGetAttribute(self, attribute: int, function: int) -> tuple[int, int]:
+        return 0, {api.MAX_THREADS_PER_BLOCK: 1024, api.NUM_REGS: 64}.get(attribute, 0)
+
+    def cuGetErrorName(self, code: int) -> tuple[int, bytes]:
+        return 0, b"what it is called"
 
     def cuGetErrorString(self, code: int) -> tuple[int, bytes]:
         return 0, b"what it says"
 
-    def CUfunction(self, handle: int) -> int:
-        return handle
-
     def cuFuncGetParamInfo(self, function: int, index: int) -> tuple[int, int, int]:
         return (0, 8 * index, self.sizes[index]) if index < len(self.sizes) else (1, 0, 0)
 
-    def cuLaunchKernel(self, function: int, *rest: Any) -> tuple[int]:
-        *sizes, stream, place, extra = rest
-        addresses = (ctypes.c_void_p * len(KINDS)).from_address(place)
-        values = [kind.from_address(address).value for kind, address in zip(KINDS, addresses, strict=True)]
-        self.launched.append((function, tuple(sizes), stream, values))
-        assert extra == 0
-        return (self.codes.pop(0) if self.codes else 0,)
+    def launcher(self, function: int, grid: Any, block: Any, shared: int, place: int, overlapped: bool) -> Any:
+        def launch(stream: int) -> int:
+            addresses = (ctypes.c_void_p * len(KINDS)).from_address(place)
+            values = [kind.from_address(address).value for kind, address in zip(KINDS, addresses, strict=True)]
+            self.launched.append((function, (*grid, *block, shared), stream, values))
+            assert not overlapped
+            return self.codes.pop(0) if self.codes else 0
+
+        return launch
 
 
 def compiled(signature: dict[str, str] = SIGNATURE, **metadata: Any) -> Any:
@@ -90,7 +88,7 @@ def test_hands_the_driver_every_parameter_in_its_order(driver: Driver) -> None:
         q, out = torch.zeros(3), torch.zeros(5)
         enqueue({"q": q, "out": out, "bias": None, "BM": None}, stream)
         wanted = [q.data_ptr(), 77, 1 << 40, 0.375, out.data_ptr(), 0, 0]
-        assert driver.launched.pop() == (1234, (7, 2, 1, 128, 1, 1, 4096), stream or None, wanted)
+        assert driver.launched.pop() == (1234, (7, 2, 1, 128, 1, 1, 4096), stream, wanted)
 
 
 def test_two_threads_have_parameters_of_their_own(driver: Driver) -> None:
@@ -122,7 +120,7 @@ def test_leaves_kernels_to_triton_that_the_driver_sees_otherwise(driver: Driver,
 def test_leaves_descriptors_empty_grids_and_old_drivers_to_triton(driver: Driver) -> None:
     assert plan_of(compiled(SIGNATURE | {"q": "tensordesc<bf16[64, 64]>"}), (1, 1, 1), ARGUMENTS, 0) is None
     assert plan_of(compiled(), (0, 1, 1), ARGUMENTS, 0) is None
-    driver.cuFuncGetParamInfo = None  # type: ignore[method-assign]
+    driver.sizes = []
     assert plan_of(compiled(), (1, 1, 1), ARGUMENTS, 0) is None
 
 

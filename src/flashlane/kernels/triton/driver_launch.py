@@ -89,7 +89,7 @@ def plan_of(compiled: Any, grid: Dim3, arguments: Mapping[str, Any], device: int
         api = driver()
     except ToolchainError:
         return None
-    handle = api.CUfunction(compiled.function)
+    handle = compiled.function
     if _sizes(api, handle, len(order)) != [getattr(kind, name).size for name in order]:
         return None
     function = Function(f"Triton's {metadata.name}", f"sm_{metadata.target.arch}", device, lambda _: handle)
@@ -108,10 +108,9 @@ def _flat(signature: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterato
 
 def _sizes(api: Any, function: Any, count: int) -> list[int]:
     """Bytes of a kernel's parameters in their order, of one more than ``count`` at most."""
-    report = getattr(api, "cuFuncGetParamInfo", None)  # CUDA 12.4 and later
-    sizes = []
-    for index in range(count + 1 if report is not None else 0):
-        code, _, size = report(function, index)
+    sizes: list[int] = []
+    for index in range(count + 1):
+        code, _, size = api.cuFuncGetParamInfo(function, index)  # an error before CUDA 12.4
         if code:
             break
         sizes.append(size)
