@@ -1,13 +1,14 @@
 """Hold flashlane's vLLM backend against vLLM's own interface, as published, without installing vLLM.
 
-    python tools/vllm_interface.py FOLDER
+    python tools/vllm_interface.py FOLDER [--device cuda] [--out FILE.json]
 
 FOLDER has vLLM's sources: an unpacked wheel or sdist, so that FOLDER/vllm/v1/attention/backend.py is there. That file
 and the registry next to it are loaded as they are; whatever else they import of vLLM is a stand-in. Checked are
 
 - that nothing abstract is left, and that each method takes the arguments of the one that it overrides;
 - that the registry gives the class for ``CUSTOM``, and that the class passes ``validate_configuration``;
-- batches of prefills, of decoding and of both, over a paged cache, against plain attention, on the CPU.
+- batches of prefills, of decoding and of both, over a paged cache, against plain attention: in f32 on the CPU, or in
+  bf16 on a GPU, where decoding is also captured in a CUDA graph and replayed with other rows, as vLLM does.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import json
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,47 +122,90 @@ def differences(ours: type) -> Iterator[str]:
 
 # --- batches ---
 
-HEADS, KV_HEADS, SIZE, PAGE, BLOCKS = 4, 2, 16, 16, 24
+HEADS, KV_HEADS, PAGE, BLOCKS = 4, 2, 16, 24
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where batches run: the head size, the dtype, and the largest error that is right there."""
+
+    device: str
+    size: int
+    dtype: torch.dtype
+    tolerance: float
+
+    def rows(self, count: int, heads: int) -> torch.Tensor:
+        return torch.randn(count, heads, self.size, device=self.device).to(self.dtype)
+
+    def integers(self, values: torch.Tensor) -> torch.Tensor:
+        return values.int().to(self.device)
+
+
+PLACES = {
+    "cpu": Place("cpu", 16, torch.float32, 1e-4),
+    "cuda": Place("cuda", 64, torch.bfloat16, 2e-2),
+}
+"""The largest error on a GPU is that of one bf16 rounding of results near 2."""
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any], causal: bool) -> torch.Tensor:
     """Attention of one request's last queries over its keys, in f64."""
     q, k, v = (t.double() for t in (q, k, v))
     k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q, k) * SIZE**-0.5
+    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     if cap := options.get("logits_soft_cap"):
         scores = cap * (scores / cap).tanh()
-    place = torch.arange(len(q))[:, None] + len(k) - len(q)
-    away = place - torch.arange(len(k))[None]
+    place = torch.arange(len(q), device=q.device)[:, None] + len(k) - len(q)
+    away = place - torch.arange(len(k), device=q.device)[None]
     if slopes := options.get("alibi_slopes"):
-        scores = scores - torch.tensor(slopes, dtype=torch.float64)[:, None, None] * away.abs()
+        slopes = torch.tensor(slopes, dtype=torch.float64, device=q.device)
+        scores = scores - slopes[:, None, None] * away.abs()
     visible = away >= 0 if causal else torch.ones_like(away, dtype=torch.bool)
     if reach := options.get("sliding_window"):
         visible = visible & (away < reach) & (away > -reach)
     scores = scores.masked_fill(~visible, -torch.inf)
     sinks = options.get("sinks")
     if sinks is not None:
-        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
+        scores = torch.cat([scores, sinks.to(q)[:, None, None].expand(-1, len(q), 1)], -1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
 
 
-def run(backend: Any, options: dict[str, Any], causal: bool = True, permuted: bool = False) -> float:
-    """Three requests: prefill, both, decoding, decoding with a row that fills a graph. The largest error of all."""
+def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """The CUDA graph of a call, which runs once before on another stream, as vLLM's warm-up does."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def run(backend: Any, where: Place, options: dict[str, Any], causal: bool = True, permuted: bool = False) -> float:
+    """Three requests: prefill, both, decoding, decoding with a row that fills a graph. The largest error of all.
+
+    On a GPU the last batch is captured before its rows are known.
+    """
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     torch.manual_seed(0)
-    impl = backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS, **options)
-    builder = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
-    cache = torch.full((BLOCKS, KV_HEADS, PAGE, 2 * SIZE), torch.nan)
+    size = where.size
+    options = {name: given.to(where.device) if name == "sinks" else given for name, given in options.items()}
+    impl = backend.get_impl_cls()(HEADS, size, size**-0.5, KV_HEADS, **options)
+    builder = backend.get_builder_cls()(None, ["layer"], None, torch.device(where.device))
+    shape = (BLOCKS, PAGE, KV_HEADS, 2 * size) if permuted else (BLOCKS, KV_HEADS, PAGE, 2 * size)
+    cache = torch.full(shape, torch.nan, dtype=where.dtype, device=where.device)
     if permuted:  # the rows of a block outside its heads, as vLLM lays it out for some kernels
-        cache = torch.full((BLOCKS, PAGE, KV_HEADS, 2 * SIZE), torch.nan).transpose(1, 2)
+        cache = cache.transpose(1, 2)
     cache[0] = 0  # vLLM's null block
     blocks = torch.randperm(BLOCKS - 1)[:12].reshape(3, 4) + 1
     cached_rows: list[list[torch.Tensor]] = [[], [], []]
     worst = 0.0
     for lengths, padding in (((5, 17, 33), 0), ((1, 9, 1), 0), ((1, 1, 1), 0), ((1, 1, 1), 1)):
         total = sum(lengths) + padding
-        q, k, v = (torch.randn(total, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        q, k, v = (where.rows(total, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
         slots, at = [], 0
         for request, count in enumerate(lengths):
             first = len(cached_rows[request])
@@ -168,39 +214,52 @@ def run(backend: Any, options: dict[str, Any], causal: bool = True, permuted: bo
             at += count
         seq_lens = [len(rows) for rows in cached_rows] + [0] * padding
         starts = torch.tensor([0, *lengths, *[1] * padding]).cumsum(0).int()
-        table = torch.cat([blocks, blocks.new_zeros(padding, 4)]).int()
+        table = torch.cat([blocks, blocks.new_zeros(padding, 4)])
         given = CommonAttentionMetadata(
-            query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-            num_reqs=3 + padding, num_actual_tokens=total, max_query_len=max(lengths), max_seq_len=max(seq_lens),
-            block_table_tensor=table, slot_mapping=torch.tensor(slots + [-1] * padding), causal=causal,
+            query_start_loc=where.integers(starts), query_start_loc_cpu=starts,
+            seq_lens=where.integers(torch.tensor(seq_lens)), num_reqs=3 + padding, num_actual_tokens=total,
+            max_query_len=max(lengths), max_seq_len=max(seq_lens), block_table_tensor=where.integers(table),
+            slot_mapping=where.integers(torch.tensor(slots + [-1] * padding)).long(), causal=causal,
         )  # fmt: skip
         batch = builder.build(0, given)
-        output = torch.full((total + 2, HEADS * SIZE), 7.0)
-        impl.forward(None, q, k, v, cache, batch, output)
+        output = torch.full((total + 2, HEADS * size), 7.0, dtype=where.dtype, device=where.device)
+        if padding and where.device == "cuda":
+            held = tuple(torch.zeros_like(t) for t in (q, k, v))
+            graph = captured(
+                lambda held=held, batch=batch, output=output: impl.forward(None, *held, cache, batch, output)
+            )
+            for static, new in zip(held, (q, k, v), strict=True):
+                static.copy_(new)
+            output.fill_(7)
+            graph.replay()
+        else:
+            impl.forward(None, q, k, v, cache, batch, output)
         if not bool((output[total:] == 7).all()):
             return float("inf")
         at = 0
         for request, count in enumerate(lengths):
             rows = torch.stack(cached_rows[request])
             wanted = plain(q[at : at + count], rows[:, 0], rows[:, 1], options, causal)
-            got = output[at : at + count].view(count, HEADS, SIZE)
+            got = output[at : at + count].view(count, HEADS, size)
             worst = max(worst, float((got - wanted).abs().max()))
             at += count
     return worst
 
 
-def encode(backend: Any) -> float:
+def encode(backend: Any, where: Place) -> float:
     """An encoder's attention, which has no cache."""
     from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 
-    impl = backend.get_impl_cls()(HEADS, SIZE, SIZE**-0.5, KV_HEADS, attn_type=AttentionType.ENCODER_ONLY)
-    builder = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
-    q, k, v = (torch.randn(12, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    starts, lengths = torch.tensor([0, 5, 12], dtype=torch.int32), torch.tensor([5, 7], dtype=torch.int32)
-    given = CommonAttentionMetadata(starts, starts, lengths, 2, 12, 7, 7, torch.zeros(2, 1).int(), torch.zeros(12))
-    output = torch.empty(12, HEADS * SIZE)
+    size = where.size
+    impl = backend.get_impl_cls()(HEADS, size, size**-0.5, KV_HEADS, attn_type=AttentionType.ENCODER_ONLY)
+    builder = backend.get_builder_cls()(None, ["layer"], None, torch.device(where.device))
+    q, k, v = (where.rows(12, heads) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    starts, lengths = where.integers(torch.tensor([0, 5, 12])), where.integers(torch.tensor([5, 7]))
+    table, slots = where.integers(torch.zeros(2, 1)), torch.zeros(12, device=where.device)
+    given = CommonAttentionMetadata(starts, starts.cpu(), lengths, 2, 12, 7, 7, table, slots)
+    output = torch.empty(12, HEADS * size, dtype=where.dtype, device=where.device)
     impl.forward(None, q, k, v, torch.empty(0), builder.build(0, given), output)
-    got = output.view(12, HEADS, SIZE)
+    got = output.view(12, HEADS, size)
     parts = [plain(q[a:b], k[a:b], v[a:b], {}, False) for a, b in ((0, 5), (5, 12))]
     return float((got - torch.cat(parts)).abs().max())
 
@@ -212,11 +271,10 @@ CASES: dict[str, dict[str, Any]] = {
     "ALiBi": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
 }
-TOLERANCE = 1e-4
 
 
-def problems(folder: Path) -> Iterator[str]:
-    """What is wrong, a sentence each; what was found right is printed."""
+def problems(folder: Path, where: Place, errors: dict[str, float]) -> Iterator[str]:
+    """What is wrong, a sentence each; what was found right is printed. The batches' errors go to a dictionary."""
     sys.meta_path.insert(0, Finder(folder))
     from flashlane.integrations import vllm as integration
 
@@ -231,30 +289,41 @@ def problems(folder: Path) -> Iterator[str]:
     given |= {"device_capability": (9, 0), "attn_type": "decoder"}
     reasons = backend.validate_configuration(**{key: given.get(key, False) for key in asked})
     yield from (f"vLLM would not take the backend: {reason}" for reason in reasons)
-    for title, options in CASES.items():
-        yield from judged(title, run(backend, options))
-    yield from judged("not causal", run(backend, {}, causal=False))
-    yield from judged("heads outside the rows of a block", run(backend, {}, permuted=True))
-    yield from judged("an encoder's", encode(backend))
-
-
-def judged(title: str, error: float) -> Iterator[str]:
-    if not error <= TOLERANCE:
-        yield f"{title}: largest error {error:.2g}, may be {TOLERANCE:g}"
-    else:
-        print(f"{title}: largest error {error:.1e}")
+    runs: dict[str, Callable[[], float]] = {
+        title: lambda options=options: run(backend, where, options) for title, options in CASES.items()
+    }
+    runs["not causal"] = lambda: run(backend, where, {}, causal=False)
+    runs["heads outside the rows of a block"] = lambda: run(backend, where, {}, permuted=True)
+    runs["an encoder's"] = lambda: encode(backend, where)
+    for title, call in runs.items():
+        errors[title] = call()
+        if not errors[title] <= where.tolerance:
+            yield f"{title}: largest error {errors[title]:.2g}, may be {where.tolerance:g}"
+        else:
+            print(f"{title}: largest error {errors[title]:.1e}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help=f"vLLM's sources, such as those of {PUBLISHED}, unpacked")
+    parser.add_argument("--device", choices=tuple(PLACES), default="cpu", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="write the errors there as JSON")
     known = parser.parse_args(arguments)
     wanted = known.folder / "vllm" / "v1" / "attention" / "backend.py"
     if not wanted.is_file():
         parser.error(f"folder is {known.folder}, which has no vllm/v1/attention/backend.py; unpack vLLM's wheel there")
-    found = list(problems(known.folder))
+    if known.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda, and torch sees no CUDA device; --device cpu runs the batches there")
+    errors: dict[str, float] = {}
+    found = list(problems(known.folder, PLACES[known.device], errors))
     for problem in found:
         print(f"error: {problem}")
+    if known.out:
+        from flashlane.bench.measure.environment import environment
+
+        where = environment(torch.device(known.device))
+        body = {"format": "flashlane-vllm-interface/1", "environment": where, "vllm": PUBLISHED, "seed": 0}
+        known.out.write_text(json.dumps(body | {"errors": errors, "problems": found}, indent=1) + "\n")
     return int(bool(found))
 
 

@@ -5,12 +5,16 @@ tools/vllm_interface.py runs the same on vLLM's published files (docs/vllm.md sa
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch_forks
 
 ROOT = Path(__file__).parents[2]
+TITLES = ("causal", "sliding window", "softcap", "ALiBi", "sinks", "not causal", "an encoder's")
 BACKEND = """
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -145,8 +149,24 @@ def run(folder: Path, *code: str, fresh: bool = False) -> tuple[int, str]:
 def test_every_kind_of_batch_agrees_with_plain_attention(tmp_path: Path) -> None:
     rc, said = run(package(tmp_path), fresh=True)
     assert rc == 0, said
-    for title in ("causal", "sliding window", "softcap", "ALiBi", "sinks", "not causal", "an encoder's"):
+    for title in TITLES:
         assert f"{title}: largest error" in said, said
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_decoding_is_captured_in_a_graph_too(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    command = [
+        sys.executable,
+        ROOT / "tools" / "vllm_interface.py",
+        package(tmp_path),
+        "--device=cuda",
+        f"--out={found}",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    errors = json.loads(found.read_text())["errors"]
+    assert set(TITLES) <= set(errors) and 0 < max(errors.values()) <= 2e-2, errors
 
 
 @pytest.mark.parametrize(
@@ -174,7 +194,10 @@ def test_wrong_numbers_are_seen(tmp_path: Path) -> None:
 from flashlane.integrations.vllm import backend
 store = backend._store
 backend._store = lambda k, v, new_k, new_v, slots: store(k, v, new_k, new_v, slots.roll(1))
-sys.exit(len(list(tool.problems(folder))))
+errors = {}
+wrong = list(tool.problems(folder, tool.PLACES["cpu"], errors))
+assert len(errors) == 8 and max(errors.values()) > 0.1, errors
+sys.exit(len(wrong))
 """
     hook = "sys.meta_path.insert(0, tool.Finder(folder))"
     rc, said = run(package(tmp_path), hook, broken)
