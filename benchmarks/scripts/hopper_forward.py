@@ -32,18 +32,29 @@ from flashlane.core import registry
 FORMAT = "flashlane-hopper-forward/2"
 TAG = "hopper(wgmma+tma)"
 OURS = "flashlane"
-NAMES = {TAG: OURS, **{tag: name for name, tag in PEER_TAGS.items()}}
+PEERS = {**PEER_TAGS, "flashinfer": "(flashinfer)"}
+"""FlashInfer compiles a library for each head dim and mask, so it runs only where it is asked for."""
+NAMES = {TAG: OURS, **{tag: name for name, tag in PEERS.items()}}
 """What the rows call an implementation, by its tag."""
 
 
 def suite(name: str) -> Iterator[Shape]:
-    """The grid of shared rules; head dims that peers round up; the shapes that people run."""
+    """The grid of shared rules; head dims that peers round up; the shapes that people run; those of one head dim."""
     masks = (False, True)
     if name == "grid":
         for head_dim in (64, 128, 256):
             for causal in masks:
                 for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
                     yield square(head_dim, head_dim, causal, seqlen)
+    elif name == "served":
+        for causal in masks:
+            for seqlen in (512, 2048, 8192, 16384):
+                yield square(128, 128, causal, seqlen)
+        yield Shape(2, 32, 8, 8192, 8192, 128, 128, True)
+        yield Shape(4, 32, 8, 4096, 4096, 128, 128, False)
+        yield Shape(1, 8, 1, 2048, 2048, 128, 128, True)
+        lengths = log_normal_lengths(32)
+        yield Shape(len(lengths), 32, 8, max(lengths), max(lengths), 128, 128, True, lengths=lengths)
     elif name == "dims":
         for head_dim, head_dim_v in ((80, 80), (96, 96), (112, 112), (160, 160), (192, 128), (192, 192)):
             for causal in masks:
@@ -59,7 +70,7 @@ def suite(name: str) -> Iterator[Shape]:
         lengths = log_normal_lengths(32)
         yield Shape(len(lengths), 32, 8, max(lengths), max(lengths), 128, 128, True, lengths=lengths)
     else:
-        raise ValueError(f"suite is {name!r}; it may be grid, dims or shapes")
+        raise ValueError(f"suite is {name!r}; it may be grid, dims, shapes or served")
 
 
 def measure(
@@ -67,7 +78,7 @@ def measure(
 ) -> dict[str, object]:
     """One row: milliseconds, spread and TFLOP/s of each implementation, and the ratio of the fastest peer to ours."""
     problem, inputs = make(shape, device)
-    peers = bench.select_peers(",".join(PEER_TAGS[name] for name in names) or "none")
+    peers = bench.select_peers(",".join(PEERS[name] for name in names) or "none")
     results = run_and_keep(
         bench.Case(problem, inputs=inputs), None, None, selection=bench.Selection(tags=(TAG,), peers=peers),
         settings=settings, seed=0, reporter=reporter,
@@ -92,15 +103,15 @@ def line(row: dict[str, object]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", default="grid,dims,shapes")
-    parser.add_argument("--peers", default=",".join(PEER_TAGS), help=f"some of {','.join(PEER_TAGS)}")
+    parser.add_argument("--peers", default=",".join(PEER_TAGS), help=f"some of {','.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")
     parser.add_argument("--round-ms", type=float, default=8.0, help="how long a round repeats one implementation")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further problem after so long")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/hopper_forward.json"))
     arguments = parser.parse_args()
     names = [name for name in arguments.peers.split(",") if name]
-    if not set(names) <= set(PEER_TAGS):
-        parser.error(f"--peers is {arguments.peers!r}; it may hold {', '.join(PEER_TAGS)}")
+    if not set(names) <= set(PEERS):
+        parser.error(f"--peers is {arguments.peers!r}; it may hold {', '.join(PEERS)}")
     device = device_or_exit()
     shapes = [shape for name in arguments.suite.split(",") for shape in suite(name)]
     settings = bench.Settings(
