@@ -542,7 +542,18 @@ def nano_vllm(result: Result) -> str:
     return table(head, ([row[key] for key in keys] for row in result["rows"]))
 
 
+def e2e_kernels(result: Result) -> str:
+    """A line a workload and attention: the time of a call, and of each class of its kernels."""
+    classes = ("attention", "product", "copy", "other")
+    rows = [
+        (row["workload"], row["attention"], number(row["ms"], 1), *(number(row["classes"].get(c), 1) for c in classes))
+        for row in result["rows"]
+    ]
+    return table(("workload", "attention", "ms:", *(f"{name}:" for name in classes)), rows)
+
+
 VIEWS = {
+    "flashlane-e2e-kernels/": {"": e2e_kernels},
     "flashlane-two-gpus/": {"": two_gpus_tables.shares, "model": two_gpus_tables.model, "step": two_gpus_tables.step},
     "flashlane-flex-masks/": {"": flex_masks},
     "flashlane-flex-speed/": {"": flex_speed},
