@@ -106,6 +106,17 @@ def test_tiles_follow_the_problem() -> None:
     assert not KERNEL.config(problem_of()).split
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_two_ctas_share_the_loads_of_launches_in_which_the_power_limit_sets_the_clock(head_dim: int) -> None:
+    sizes = {"batch": 1, "heads": 40, "kv_heads": 40, "head_dim": head_dim, "head_dim_v": head_dim}
+    long = problem_of(**sizes, seqlen_q=75600, seqlen_k=75600)
+    assert KERNEL.config(long).cluster == 2
+    assert KERNEL.config(problem_of(**sizes, seqlen_q=8192, seqlen_k=8192)).cluster == 1
+    assert KERNEL.config(replace(long, window_right=0)).cluster == 1  # a causal launch's clusters wait for each other
+    for launch in select._launches(long):
+        assert launch.least(1) <= launch.predicted(1)
+
+
 def test_only_what_is_asked_is_compiled_in() -> None:
     plain = KERNEL.config(problem_of())
     names = ("HAS_LEFT", "HAS_RIGHT", "SOFTCAP", "ALIBI", "SINKS", "VARLEN", "CACHE", "SPLIT")

@@ -24,6 +24,12 @@ from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 MATRIX_TFLOPS = 620.0
 """What a shape without coefficients is taken to reach."""
+LONG_US = 25_000.0
+"""From here on the power limit sets the clock in which a launch runs, and what takes fewer joules is faster."""
+LONG_IN_CLUSTERS = 0.945
+"""The time of such a launch of clusters over what short rounds predict. Two CTAs load K and V once: of D 128 with
+75,600 queries and 75,600, 37,800 and 18,900 keys it is 2.9, 0.9 and 1.2 % shorter than that of single CTAs on an H200,
+although it has 2.8 % more cycles; short rounds predict 4 % more (docs/notebook/0035-the-power-limit.md)."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,8 @@ class Launch:
         self.costs = blocks_of(problem, config).costs(self.one, splits)
         self.heads = problem.heads // config.pack_gqa * problem.batch * config.v_slices
         self.workers = SMS // config.cluster
+        evenly = sum(self.costs) * self.heads / self.workers
+        self.power = LONG_IN_CLUSTERS if config.cluster > 1 and evenly >= LONG_US else 1.0
         self._least: float | None = None
 
     def predicted(self, heads_per_section: int) -> float:
@@ -131,7 +139,8 @@ class Launch:
         if self.splits > 1:
             return 2 * self.traffic.launch + makespan(self.costs, [self.heads * self.splits], self.workers)
         section = min(self.heads, heads_per_section)
-        return self.traffic.launch + busy(self.costs, self.heads, section, self.workers) * self._slowdown(section)
+        time = busy(self.costs, self.heads, section, self.workers) * self.power
+        return self.traffic.launch + time * self._slowdown(section)
 
     def least(self, heads_per_section: int) -> float:
         """Microseconds that :meth:`predicted` is not below, without the simulation."""
@@ -141,7 +150,7 @@ class Launch:
             self._least = least_makespan(self.costs, self.heads * self.splits, self.workers)
         if self.splits > 1:
             return 2 * self.traffic.launch + self._least
-        return self.traffic.launch + self._least * self._slowdown(min(self.heads, heads_per_section))
+        return self.traffic.launch + self._least * self.power * self._slowdown(min(self.heads, heads_per_section))
 
     def _slowdown(self, section: int) -> float:
         return slowdown(self.problem, self.config, section, self.costs, self.one.block, self.traffic)
