@@ -34,7 +34,7 @@ from flashlane.bench.suites.baseline import lines as baseline_lines
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
-from flashlane.distributed import own_copies
+from flashlane.distributed import own_copies, own_sums
 from flashlane.inspect import prebuild
 from flashlane.jit import KernelSource, cache
 from flashlane.kernels.hopper.backward import kernel as backward
@@ -101,6 +101,7 @@ def ranks() -> Iterator[KernelSource]:
     import ranks_on_one_gpu
 
     yield own_copies.source()
+    yield own_sums.source("bf16")
     yield from rank_kernels.sources_of_job(2, "check_and_repeat", rank_kernels.TOKENS, 0)
     ranks_on_one_gpu.HERE = torch.device("cpu")
     yield from ranks_on_one_gpu.sources()

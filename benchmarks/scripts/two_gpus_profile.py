@@ -40,7 +40,7 @@ from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.ranks import ONE, Measured, on_ranks, round_milliseconds, shares_of_ideal
 from flashlane.bench.measure.results import write_atomically
 from flashlane.core.problem import AttentionProblem
-from flashlane.distributed import functional, key_parts, own_copies, token_indices
+from flashlane.distributed import functional, key_parts, own_copies, own_sums, token_indices
 from flashlane.distributed.plan import Division, gather_calls
 from flashlane.distributed.ranged import blocks_of_all, ranges_of, window_of
 from flashlane.inspect.prebuild import sources_of
@@ -244,6 +244,7 @@ def sources() -> Iterator[KernelSource]:
                "arch": "sm_90a", **more})  # fmt: skip
 
     yield own_copies.source()
+    yield own_sums.source("bf16")
     cases = [((tokens * 2,), 32, kv) for tokens, kv in ((8192, 8), (4096, 8), (16384, 32))]
     cases += [((2002,), 8, 2), ((1001, 0, 1, 2002, 37), 8, 2), ((2048,), 8, 4)]
     cases.append((context_parallel.PROBLEMS["documents"].documents, 32, 8))

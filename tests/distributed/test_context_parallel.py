@@ -40,7 +40,7 @@ def differences(pool: RankPool, case: Case, ranks: int) -> dict[str, float]:
     """The results that are further from one process's than the tolerance, relative to the largest value or 1."""
     results = cases.assembled(case, pool.run(cases.on_rank, case, ranks, ranks=list(range(ranks))))
     how = {"method": "allgather", "layout": "zigzag", "heads_k_stride": None, "transport": "messages", "again": False}
-    how |= {"polled": False, "shared": False, "parted": False, "large": False}
+    how |= {"polled": False, "shared": False, "parted": False, "large": False, "summed": False}
     key = Case(**{**vars(case), **how})
     if key not in _expected:
         _expected[key] = cases.expected(case)
@@ -208,6 +208,32 @@ def test_gradients_of_k_and_v_are_added_apart(pool: RankPool, layout: str, parte
         lambda number: {"layout": layout, "large": True, "parted": parted, "reads_lse": False,
                         "transport": ("messages", "copies")[parted or number % 2], "again": number % 3 == 0},
     )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("parted", [False, True])
+def test_one_kernel_adds_the_gradients_of_k_and_v(pool: RankPool, layout: str, parted: bool) -> None:
+    """It is given the addresses of all parts; what it does not take is added by torch."""
+    assert not all_wrong(
+        pool, (*VARIANTS, {"kv_heads": 4, "lengths": (61,)}, {"lengths": (40, 9)}, {"kv_heads": 4, "lengths": (200,)}),
+        lambda number: {"layout": layout, "summed": True, "parted": parted, "reads_lse": False,
+                        "transport": ("messages", "copies")[parted or number % 2], "again": number % 3 == 0,
+                        "heads_k_stride": 1 if number % 4 == 1 and not parted else None},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_how_many_sums_a_backward_has(pool: RankPool) -> None:
+    """Of rank 0 the first chunk has gradients from both ranks, and the last one from itself; of rank 1 all rows have
+    them from both. Where own keys come first, these are added first."""
+    case = Case(lengths=(61,), transport="copies", parted=True, summed=True, reads_lse=False)
+    assert pool.run(cases.sums_on_rank, case, 2, ranks=[0, 1]) == [[2, 2], [2, 2]]
+    few_keys = dataclasses.replace(case, heads=16, kv_heads=1)
+    assert pool.run(cases.sums_on_rank, few_keys, 2, ranks=[0, 1]) == [[4], [2]]
+    by_messages = dataclasses.replace(case, transport="messages", parted=False)
+    assert pool.run(cases.sums_on_rank, by_messages, 2, ranks=[0, 1]) == [[4], [2]]
+    assert pool.run(cases.sums_on_rank, dataclasses.replace(case, batch=2), 2, ranks=[0, 1]) == [[], []]
 
 
 @pytest.mark.slow

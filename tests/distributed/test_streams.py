@@ -32,8 +32,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(streams, "_Event", Event)
     monkeypatch.setattr(streams, "_streams", {})
     monkeypatch.setattr(streams, "_events", {})
-    monkeypatch.setattr(streams, "current_stream", lambda device: SimpleNamespace(index=0))
-    monkeypatch.setattr(streams, "set_stream", lambda stream: found.append(("on", stream.index)))
+    monkeypatch.setattr(streams, "_contexts", {})
+    monkeypatch.setattr(streams, "current_stream", lambda device: SimpleNamespace(index=0, stream_id=0))
+    monkeypatch.setattr(streams, "stream_setter", lambda stream: lambda: found.append(("on", stream.index)))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(index=next(indices)))
     return found
 
@@ -47,8 +48,15 @@ def test_a_stream_waits_for_the_work_before_the_call_when_it_is_first_used(noted
             pass
     assert noted[1:] == [("wait", begun, COPY_STREAM), ("on", COPY_STREAM), ("on", 0), ("on", COPY_STREAM), ("on", 0)]
     del noted[:]
-    call.after(1, 0)
-    assert [each[0] for each in noted] == ["record", "wait", "wait"] and noted[1] == ("wait", begun, 1)
+    call.after(COPY_STREAM + 1, COPY_STREAM)
+    assert [each[0] for each in noted] == ["record", "wait", "wait"] and noted[1] == ("wait", begun, COPY_STREAM + 1)
+    del noted[:]
+    call.after(1, 0)  # the work before the call comes before what is on the first stream now
+    assert [each[0] for each in noted] == ["record", "wait"] and noted[1][1] == noted[0][1] != begun
+    del noted[:]
+    with call.on(1):
+        pass
+    assert noted == [("on", 1), ("on", 0)]
 
 
 def test_a_call_ends_after_the_streams_that_it_used_and_not_after_its_signal(noted: list[tuple[Any, ...]]) -> None:
@@ -62,3 +70,15 @@ def test_a_call_ends_after_the_streams_that_it_used_and_not_after_its_signal(not
     (three, other, on), (four, again, waiting) = noted[2:4]
     assert (three, on, four, waiting) == ("record", 0, "wait", COPY_STREAM) and other == again
     assert noted[4:] == [("on", COPY_STREAM), ("signal",), ("on", 0)]
+
+
+def test_a_call_whose_copies_come_last_waits_for_them_alone(noted: list[tuple[Any, ...]]) -> None:
+    call = CallStreams(torch.device("cuda", 0), 1)
+    for stream in (1, COPY_STREAM, COPY_STREAM + 1):
+        with call.on(stream):
+            pass
+    del noted[:]
+    call.join(lambda: noted.append(("signal",)), copies_are_last=True)
+    (one, first, copies), (two, same, current), *others = noted
+    assert (one, copies, two, current) == ("record", COPY_STREAM, "wait", 0) and first == same
+    assert others == [("on", COPY_STREAM), ("signal",), ("on", 0)]

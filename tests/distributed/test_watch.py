@@ -10,41 +10,27 @@ import torch
 from flashlane.distributed import peer_memory
 from flashlane.distributed.peer_memory import MOST_RANKS
 
-HERE = torch.device("cuda", 0)
-
-
-class Stream:
-    """So many units of work have been enqueued, and so many are done."""
-
-    enqueued = done = 0
-
-
-class Event:
-    def record(self, stream: type[Stream]) -> None:
-        self.after = stream.enqueued
-
-    def query(self) -> bool:
-        return Stream.done >= self.after
-
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     time = SimpleNamespace(now=100.0)
-    Stream.enqueued = Stream.done = 0
     monkeypatch.setattr(peer_memory.time, "monotonic", lambda: time.now)
     monkeypatch.setattr(peer_memory.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(peer_memory.launch, "current_stream", lambda device: Stream)
+
+    def called(*_: object) -> None:
+        raise AssertionError("the thread that watches calls nothing of CUDA")
+
+    monkeypatch.setattr(torch.cuda, "Event", called)
     return time
 
 
 def test_the_last_call_of_a_second_is_watched_though_the_host_makes_no_more(clock: SimpleNamespace) -> None:
-    watch = peer_memory._Watch(10.0, torch.zeros(1, dtype=torch.int32))
-    for _ in range(3):  # within a second; the third never ends
-        Stream.enqueued += 1
-        watch.see(HERE)
+    words = torch.zeros(2, dtype=torch.int32)
+    watch = peer_memory._Watch(10.0, words)
+    for number in range(1, 4):  # within a second; the third never ends
+        watch.see(number)
         clock.now += 0.1
-    Stream.done = 2
+    words[1] = 2
     known = []
     for _ in range(24):
         clock.now += 0.5
@@ -54,21 +40,21 @@ def test_the_last_call_of_a_second_is_watched_though_the_host_makes_no_more(cloc
 
 def test_calls_that_go_on_are_not_late(clock: SimpleNamespace) -> None:
     """The host is ahead of the GPU all the time, for longer than the timeout."""
-    watch = peer_memory._Watch(10.0, torch.zeros(1, dtype=torch.int32))
+    words = torch.zeros(2, dtype=torch.int32)
+    watch = peer_memory._Watch(10.0, words)
     for step in range(400):
-        Stream.enqueued += 1
-        watch.see(HERE)
-        Stream.done = max(0, step - 50)
+        watch.see(step + 1)
+        words[1] = max(0, step - 50)
         clock.now += 0.1
         assert watch.who_is_late() is None
-    Stream.done = Stream.enqueued
+    words[1] = 400
     clock.now += 100
     assert watch.who_is_late() is None and not watch.open and watch.latest is None
 
 
 def test_the_kernel_that_gave_up_names_the_rank(clock: SimpleNamespace) -> None:
-    lost = torch.zeros(1, dtype=torch.int32)
-    watch = peer_memory._Watch(10.0, lost)
+    words = torch.zeros(2, dtype=torch.int32)
+    watch = peer_memory._Watch(10.0, words)
     assert watch.who_is_late() is None
-    lost[0] = 5 * MOST_RANKS + 3 + 1
+    words[0] = 5 * MOST_RANKS + 3 + 1
     assert watch.who_is_late() == "rank 3"

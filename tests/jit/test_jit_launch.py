@@ -406,5 +406,6 @@ def test_a_stream_is_got_and_set_by_whichever_functions_torch_has(monkeypatch, p
     device = torch.device("cuda", 0)
     assert launch.current_stream(device) is launch.current_stream(device) is stream
     assert made == [device] * (1 if private else 2)
-    launch.set_stream(stream)
-    assert given == [3]
+    set_stream = launch.stream_setter(stream)
+    set_stream(), set_stream()
+    assert given == [3, 3]

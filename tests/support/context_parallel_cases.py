@@ -15,12 +15,14 @@ import numpy
 import parts_reference
 import polled_reference
 import share_reference
+import sums_reference
 import torch
 import torch.distributed as dist
 from parts_reference import in_parts
 from polled_reference import polling
 from rank_pool import first_ranks
 from share_reference import sharing
+from sums_reference import summing
 
 import flashlane
 from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func, gather
@@ -63,6 +65,8 @@ class Case:
     """Whether a backward by copies has parts of its keys, as on a GPU."""
     large: bool = False
     """Whether gradients of K and V are added apart, as those of large tensors are."""
+    summed: bool = False
+    """Whether one kernel adds the gradients of K and V, as on a GPU."""
     again: bool = False
     """Whether the same call is made before with other values, as in a second step of a training."""
 
@@ -169,6 +173,7 @@ def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
             (case.shared, sharing),
             (case.parted, in_parts),
             (case.large, adding_apart),
+            (case.summed, summing),
         ):
             if asked:
                 stack.enter_context(how())
@@ -201,6 +206,13 @@ def parts_on_rank(case: Case, size: int) -> list[int]:
     parts_reference.used.clear()
     on_rank(case, size)
     return list(parts_reference.used)
+
+
+def sums_on_rank(case: Case, size: int) -> list[int]:
+    """The numbers of sums of the launches that added gradients."""
+    sums_reference.used.clear()
+    on_rank(case, size)
+    return list(sums_reference.used)
 
 
 def shares_on_rank(case: Case, size: int) -> list[bool]:

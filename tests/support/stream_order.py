@@ -185,11 +185,12 @@ def recorded_streams(recorder: Recorder) -> type:
         def keep(self, *tensors: Any) -> None:
             pass
 
-        def join(self, signal: Callable[[], object] | None = None) -> None:
-            for stream in (*range(1, COPY_STREAM + 1), *self.more):
+        def join(self, signal: Callable[[], object] | None = None, copies_are_last: bool = False) -> None:
+            for stream in (COPY_STREAM,) if copies_are_last else (*range(1, COPY_STREAM + 1), *self.more):
                 self.after(0, stream)
             if signal is not None:
-                self.after(COPY_STREAM, 0)
+                if not copies_are_last:
+                    self.after(COPY_STREAM, 0)
                 with self.on(COPY_STREAM):
                     signal()
 

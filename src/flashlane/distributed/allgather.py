@@ -24,6 +24,7 @@ from flashlane.distributed.attend import (
     empty_dq,
     empty_lse,
     empty_out,
+    fresh,
     merge,
     summed,
 )
@@ -71,13 +72,13 @@ def _gather(
     arriving_chunks: ChunkGathering | None = None,
     backward: bool = False,
     with_own: bool = True,
-    arrival: int = COPY_STREAM,
+    later: bool = False,
 ) -> list[_HeadGroup]:
     """Start to fetch all groups of heads, in their order, on the stream that copies data, for a forward or a backward.
 
     With ``arriving_chunks`` the keys of all heads are being fetched already. Unless ``with_own``, this rank's own keys
-    are not copied to their rows among the gathered ones. The stream ``arrival`` waits for the other ranks' keys: where
-    it is another one than that of copies, it does not wait for what this rank sends.
+    are not copied to their rows among the gathered ones. With ``later`` the caller lets some stream wait for the other
+    ranks' keys, which does not wait for what this rank sends.
     """
     share = q.shape[2] // k.shape[2]
     fetched = []
@@ -95,11 +96,12 @@ def _gather(
             fetched.append((slice(first * share, stop * share), local_kv, gathering))
     # All waits come before gradients are sent, since gradients depend on the computation.
     groups = []
-    with streams.on(arrival):
+    with streams.on(COPY_STREAM):
         for heads, local_kv, gathering in fetched:
-            gathering.finish()
+            if not later:
+                gathering.finish()
             streams.keep(gathering)
-            groups.append(_HeadGroup(heads, local_kv, gathering, streams.mark(arrival)))
+            groups.append(_HeadGroup(heads, local_kv, gathering, None if later else streams.mark(COPY_STREAM)))
     return groups
 
 
@@ -123,8 +125,10 @@ def _exchanges(task: Task, k: torch.Tensor, v: torch.Tensor, count: int) -> list
     """``count`` exchanges through the ranks' memory; none if they send messages."""
     if not (task.copies and task.ranks and task.ranks.size > 1):
         return []
-    memory = peer_memory(task, k, v)
-    return [memory.exchange(label_of(task.call, count, number)) for number in range(count)]
+    memory, key = peer_memory(task, k, v), (_exchanges, count)
+    if key not in task.memo:
+        task.memo[key] = [label_of(task.call, count, number) for number in range(count)]
+    return [memory.exchange(label) for label in task.memo[key]]
 
 
 def _launches(
@@ -214,7 +218,7 @@ class GatherAttention(torch.autograd.Function):
         plain = dlse is None and not any(each is not None for each in named)
         parts = None
         if exchanges and plain and len(bounds) == 2:
-            dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+            dq = fresh(q, q.shape)
             parts = parted_backward(task.memo, task.division, task.rank, (q, k, v, out, do, dq), task.settings)
         if parts is None:
             dq = empty_dq(q, calls)
@@ -222,11 +226,8 @@ class GatherAttention(torch.autograd.Function):
                 lses = [lse[:, :, each.q_first : each.q_stop] for each in calls.calls if isinstance(each, Block)]
         again = lses and dlse is None and dq.dtype == q.dtype
         alone = parts is not None and len(parts) == 1
-        streams = CallStreams(q.device, 0 if parts is None else 1 if alone else 2)
-        arrival = streams.more[0] if alone else COPY_STREAM
-        groups = _gather(
-            task, bounds, q, k, v, streams, exchanges, backward=True, with_own=parts is None, arrival=arrival
-        )
+        streams = CallStreams(q.device, 0 if parts is None or alone else 2)
+        groups = _gather(task, bounds, q, k, v, streams, exchanges, backward=True, with_own=parts is None, later=alone)
         if parts is not None:
             whole_lse = _joined_lse(q, calls, lses) if lse is None else lse
             tensors = q, k, v, out, whole_lse, do, dq
@@ -251,7 +252,7 @@ class GatherAttention(torch.autograd.Function):
             totals = [each.finish() for each in returning]
             streams.keep(totals)
             dk, dv = (_joined([each[i] for each in totals]) for i in (0, 1))
-        streams.join(exchanges[-1].end if exchanges else None)
+        streams.join(exchanges[-1].end if exchanges else None, copies_are_last=parts is not None)
         d_modifiers = named.gradients(Flow(out, lse, do, dlse), _factor_gradient(d_scales, named.factor))
         return None, dq.to(q.dtype), dk, dv, *d_modifiers
 
@@ -346,12 +347,14 @@ def _run_parts(
                 begun = each.prepared.begin(q, out, lse, do, dq, each.rows.start)
                 if not several:
                     streams.after(1, 0)
+                    with streams.on(1):
+                        group.gathering.finish()
                 for row in each.own[:-1]:
                     begun.part(0, (k, v), row, totals, row)
             running.append(begun)
         own_first = not several and len(parts[0].own) > 1
         first_ends = streams.mark(0) if own_first else None
-        for stream in computing[0 if several else 1 :]:
+        for stream in computing if several else ():
             streams.wait(stream, group.arrived)
         foreign_begins = None if several else streams.mark(1)
         for number, (each, begun) in enumerate(zip(parts, running, strict=True)):

@@ -7,7 +7,7 @@ merged in f32 (f64 for f64).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from flashlane.core.registry import BackwardKernel, Kernel, RepeatBackward
 from flashlane.distributed.calls import Call, Calls, Packed, add_rows, take_rows
 from flashlane.distributed.layout import PLANS
 from flashlane.distributed.modifiers import Flow, Modifiers
+from flashlane.jit import launch
 from flashlane.ops import torch_rules
 
 
@@ -128,16 +129,28 @@ class Results:
         return Results(self.out[:, :, heads], self.lse[:, heads])
 
 
+def fresh(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A contiguous tensor of any values on a tensor's device, on a GPU the current one; with its dtype by default."""
+    dtype = like.dtype if dtype is None else dtype
+    if not like.is_cuda:
+        return like.new_empty(shape, dtype=dtype)
+    strides, step = [1] * len(shape), 1
+    for axis in range(len(shape) - 1, -1, -1):
+        strides[axis] = step
+        step *= shape[axis] or 1
+    return launch.allocator(like.device)(tuple(shape), tuple(strides), dtype)
+
+
 def empty_out(q: torch.Tensor, head_dim_v: int, calls: Calls) -> torch.Tensor:
     """A tensor for the output; rows that no call computes are 0."""
     shape = (*q.shape[:3], head_dim_v)
-    return q.new_zeros(shape) if calls.disjoint and not calls.full else q.new_empty(shape)
+    return q.new_zeros(shape) if calls.disjoint and not calls.full else fresh(q, shape)
 
 
 def empty_lse(q: torch.Tensor, calls: Calls, modifiers: Modifiers) -> torch.Tensor:
     """A tensor for the LSE; rows that no call computes have the LSE of a row without visible keys."""
     batch, rows, heads, _ = q.shape
-    lse = q.new_empty((batch, heads, rows), dtype=compute_dtype(q.dtype))
+    lse = fresh(q, (batch, heads, rows), compute_dtype(q.dtype))
     if calls.disjoint and not calls.full:
         modifiers.fill_without_keys(lse)
     return lse

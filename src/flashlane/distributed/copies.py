@@ -56,7 +56,7 @@ def return_places(division: Division, rank: int, shapes: Shapes) -> Places:
     return places
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """The offsets, in the memory of every rank, of all data that an exchange of a call moves."""
 
@@ -84,7 +84,10 @@ class Route:
 
 def half_of_call(task: Task, k: torch.Tensor, v: torch.Tensor) -> int:
     """The bytes that a rank receives at most in an exchange of a call, the same for its forward and its backward."""
-    return max(Route.of(task, bounds, k, v).half for bounds in (task.kv_heads, task.kv_heads_backward))
+    if half_of_call not in task.memo:
+        bounds = task.kv_heads, task.kv_heads_backward
+        task.memo[half_of_call] = max(Route.of(task, each, k, v).half for each in bounds)
+    return task.memo[half_of_call]
 
 
 def peer_memory(task: Task, k: torch.Tensor, v: torch.Tensor) -> PeerMemory:
@@ -112,12 +115,16 @@ class CopiedGathering(Gathering):
         super().__init__(task, k, v)
 
     def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        offsets = self.route.gathered[self.task.rank].offsets
-        k, v = (
-            self.exchange.block(offsets[self.group, i], (t.shape[0], self.plan.keys, *t.shape[2:]), t.dtype)
-            for i, t in enumerate(self.own)
-        )
-        return k, v
+        exchange = self.exchange
+        rooms, key = exchange.memory.rooms, (self.route, self.group, exchange.number % 2)
+        if key not in rooms:
+            offsets = self.route.gathered[self.task.rank].offsets
+            k, v = (
+                exchange.block(offsets[self.group, i], (t.shape[0], self.plan.keys, *t.shape[2:]), t.dtype)
+                for i, t in enumerate(self.own)
+            )
+            exchange.memory.keep(key, (k, v))
+        return rooms[key]
 
     def _take_own(self) -> None:
         if self.with_own:
@@ -126,12 +133,12 @@ class CopiedGathering(Gathering):
     def _start(self) -> Pending:
         task, plan = self.task, self.plan
         for peer in task.others:
-            if not count_of(plan.sent[peer]):
+            if not plan.rows_sent[peer]:
                 continue
-            offsets = self.route.gathered[peer].offsets
             if apart(plan.sent[peer], self.shapes.batch, FEW_COPIES):
                 self.exchange.send_moves(peer, self._moves(peer), self.own)
             else:
+                offsets = self.route.gathered[peer].offsets
                 for i, t in enumerate(self.own):
                     rows = take_rows(t, plan.index("sent", "row", peer, t.device)).contiguous()
                     self.exchange.send(peer, offsets[self.group, i, task.rank], rows)
@@ -154,12 +161,12 @@ class CopiedGathering(Gathering):
         return CopiedReturning(self.task, self, partials, own_first)
 
     def finish(self) -> None:
-        offsets = self.route.gathered[self.task.rank].offsets
         for peer in self.task.others:
             received = self.plan.received[peer]
-            if count_of(received):
+            if self.plan.rows_received[peer]:
                 self.exchange.expect(peer, self.group)
             if not apart(received, self.shapes.batch, FEW_COPIES):
+                offsets = self.route.gathered[self.task.rank].offsets
                 shapes = [(t.shape[0], count_of(received), *t.shape[2:]) for t in self.own]
                 found = [
                     self.exchange.block(offsets[self.group, i, peer], shape, self.shapes.dtype)
@@ -181,21 +188,31 @@ class CopiedReturning(Returning):
     def _exchange(self) -> Pending:
         task = self.task
         for peer in task.others:
-            if count_of(self.plan.received[peer]):
-                offsets = self.route.returned[peer].offsets
+            if self.plan.rows_received[peer]:
                 moves = self._moves(peer)
-                self.exchange.send_moves(peer, moves or (), self.totals)
-                for i, t in enumerate(self._rows(peer) if moves is None else ()):
-                    self.exchange.send(peer, offsets[self.group, i, task.rank], t)
-                    self.kept.append(t)
+                if moves is not None:
+                    self.exchange.send_moves(peer, moves, self.totals)
+                else:
+                    offsets = self.route.returned[peer].offsets
+                    for i, t in enumerate(self._rows(peer)):
+                        self.exchange.send(peer, offsets[self.group, i, task.rank], t)
+                        self.kept.append(t)
                 self.exchange.arrive(peer, self.group)
-            count = count_of(self.plan.sent[peer])
-            own = self.route.returned[task.rank].offsets
-            self.parts[peer] = [
-                self.exchange.block(own[self.group, i, peer], (t.shape[0], count, *t.shape[2:]), compute_dtype(t.dtype))
+            self.parts[peer] = self._room(peer)
+        return Pending(())
+
+    def _room(self, peer: int) -> list[torch.Tensor]:
+        """Where the gradients that a peer computed come."""
+        exchange, rank = self.exchange, self.task.rank
+        rooms, key = exchange.memory.rooms, (self.route, self.group, peer, exchange.number % 2)
+        if key not in rooms:
+            own, count = self.route.returned[rank].offsets, self.plan.rows_sent[peer]
+            room = [
+                exchange.block(own[self.group, i, peer], (t.shape[0], count, *t.shape[2:]), compute_dtype(t.dtype))
                 for i, t in enumerate(self.like)
             ]
-        return Pending(())
+            exchange.memory.keep(key, room)
+        return rooms[key]
 
     def _moves(self, peer: int) -> list[Move] | None:
         """The copies of gradients to the peer that holds their keys; None where its rows are put together first."""
@@ -215,6 +232,6 @@ class CopiedReturning(Returning):
 
     def _arrive(self) -> None:
         for peer in self.task.others:
-            if count_of(self.plan.sent[peer]):
+            if self.plan.rows_sent[peer]:
                 self.exchange.expect(peer, self.group)
         super()._arrive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +11,18 @@ from typing import Any
 import torch
 
 from flashlane.core.arch import compute_dtype
-from flashlane.distributed import comm
-from flashlane.distributed.attend import Partial, Settings
+from flashlane.distributed import comm, own_sums
+from flashlane.distributed.attend import Partial, Settings, fresh
 from flashlane.distributed.calls import Calls, add_rows, take_rows
 from flashlane.distributed.comm import Message, Pending, Ranks
 from flashlane.distributed.launches import Launches
 from flashlane.distributed.plan import FEW_SEGMENTS, Division, GatherPlan, Segment, gather_calls, gather_plan
 
+FLOAT_BYTES = 4
 FEW_SUMS, MANY_SUMS = 8, 128
 """Up to these numbers, the chunks of a shard's gradients are added one by one, or all at once; beyond, rank by rank."""
+MOST_BY_KERNEL = 64
+"""The most chunks whose sums :mod:`own_sums` computes, two for each, in a few launches."""
 MOST_STACKED = 1 << 21
 """Elements of K from which its gradients are added apart from those of V: torch reads rows of both at once, which are
 no longer contiguous, at 1.8 TB/s on an H100."""
@@ -189,9 +193,10 @@ class Returning:
         It is done on the current stream, for few chunks: while other launches run, it takes the SMs that they leave.
         """
         self._arrive()
-        if len(self.plan.sums) <= FEW_SUMS and not self._is_small():
-            self._summed = [torch.empty_like(like) for like in self.like]
-            self._add_apart(self._summed, row, self._rows_left)
+        if self._by_kernel or (len(self.plan.sums) <= FEW_SUMS and not self._is_small()):
+            self._summed = [fresh(like, like.shape) for like in self.like]
+            add = self._add_by_kernel if self._by_kernel else self._add_apart
+            add(self._summed, row, self._rows_left)
             self._rows_left = row
 
     def finish(self) -> list[torch.Tensor]:
@@ -199,12 +204,16 @@ class Returning:
         self._arrive()
         if len(self.plan.sums) > MANY_SUMS:
             return [self._sum_by_rank(like, i) for i, like in enumerate(self.like)]
+        if self._by_kernel:
+            summed = self._summed or [fresh(like, like.shape) for like in self.like]
+            self._add_by_kernel(summed, 0, self._rows_left)
+            return summed
         stacked = {rank: _stacked(*pair) for rank, pair in self.parts.items()}
         if len(self.plan.sums) <= FEW_SUMS and self._is_small() and all(t is not None for t in stacked.values()):
             both = self.like[0].new_empty((2, *self.like[0].shape))
             self._add_chunks([(both, stacked)], 2)
             return [both[0], both[1]]
-        summed = self._summed or [torch.empty_like(like) for like in self.like]
+        summed = self._summed or [fresh(like, like.shape) for like in self.like]
         self._add_apart(summed, 0, self._rows_left)
         return summed
 
@@ -212,6 +221,60 @@ class Returning:
         """Let the current stream wait for the other ranks' gradients."""
         self.pending.wait()
         self.parts[self.task.rank] = self.totals
+
+    @functools.cached_property
+    def _by_kernel(self) -> bool:
+        """Whether one kernel adds the gradients of K and V."""
+        memo, (k, v) = self.task.memo, self.like
+        key = own_sums, k.shape[2]
+        if key not in memo:
+            sums = self.plan.sums
+            ranks = max((len(of_ranks) for _, of_ranks in sums), default=0)
+            takes = all(own_sums.takes(t.device, t.dtype, ranks, math.prod(t.shape[2:])) for t in (k, v))
+            memo[key] = takes and 0 < len(sums) <= MOST_BY_KERNEL and k.shape[0] == 1
+        return memo[key] and all(t.is_contiguous() for t in self.totals)
+
+    def _add_by_kernel(self, to: list[torch.Tensor], first: int, stop: int) -> None:
+        """Write the sums of some rows of the gradients of K and of V in one launch of few."""
+        sums = []
+        for i, t in enumerate(to):
+            write, start = t.data_ptr(), {rank: of[i].data_ptr() for rank, of in self.parts.items()}
+            sums += [
+                (write + at, [start[rank] + place for rank, place in of_ranks], elements)
+                for at, of_ranks, elements in self._sums_of(first, stop, t)
+            ]
+        if sums:
+            own_sums.enqueue(to[0].device.index, to[0].dtype, sums)
+
+    def _sums_of(self, first: int, stop: int, like: torch.Tensor) -> list[tuple[int, list[tuple[int, int]], int]]:
+        """:meth:`_chunks_of_sums` in bytes: of each chunk its place in a tensor, those in the ranks' parts, and its
+        elements."""
+        row = math.prod(like.shape[2:])
+        key, memo = (own_sums, self.own_first, first, stop, row), self.task.memo
+        if key not in memo:
+            narrow, wide = row * like.element_size(), row * FLOAT_BYTES
+            memo[key] = [
+                (begin * narrow, [(rank, at * wide) for rank, at in of_ranks], count * row)
+                for begin, count, of_ranks in self._chunks_of_sums(first, stop)
+            ]
+        return memo[key]
+
+    def _chunks_of_sums(self, first: int, stop: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        """Of each chunk of rows from ``first`` on and before ``stop`` its first row, their number, and for each rank
+        that has gradients of them where they begin in its part."""
+        key = Returning, self.own_first, first, stop
+        memo = self.task.memo
+        if key not in memo:
+            memo[key] = found = []
+            for rows, of_ranks in self.plan.sums:
+                begin, count = max(first, rows.start), min(stop, rows.stop) - max(first, rows.start)
+                if count > 0:
+                    firsts = [
+                        (rank, begin if self.own_first and rank == self.task.rank else at.start + begin - rows.start)
+                        for rank, at in of_ranks
+                    ]
+                    found.append((begin, count, firsts))
+        return memo[key]
 
     def _is_small(self) -> bool:
         """Whether the gradients of K and V may be added as one tensor."""
@@ -233,19 +296,10 @@ class Returning:
         """
         stop = self.like[0].shape[1] if stop is None else stop
         places, parts = [], []
-        for rows, of_ranks in self.plan.sums:
-            begin, count = max(first, rows.start), min(stop, rows.stop) - max(first, rows.start)
-            if count <= 0:
-                continue
-            firsts = [
-                begin if self.own_first and rank == self.task.rank else at.start + begin - rows.start
-                for rank, at in of_ranks
-            ]
+        for begin, count, of_ranks in self._chunks_of_sums(first, stop):
             for to, by_rank in targets:
                 places.append(to.narrow(axis, begin, count))
-                parts.append(
-                    [by_rank[rank].narrow(axis, at, count) for (rank, _), at in zip(of_ranks, firsts, strict=True)]
-                )
+                parts.append([by_rank[rank].narrow(axis, at, count) for rank, at in of_ranks])
         if len(self.plan.sums) > FEW_SUMS:
             for number in range(1, max(map(len, parts), default=0)):
                 some = [each for each in parts if number < len(each)]

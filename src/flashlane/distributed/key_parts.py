@@ -19,7 +19,7 @@ from flashlane.core import dispatch
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import VECTOR_BYTES, Inputs
 from flashlane.core.ranges import LINK_RATE, KeyPart, QueryRanges
-from flashlane.distributed.attend import Settings, prepare
+from flashlane.distributed.attend import Settings, fresh, prepare
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import Calls
 from flashlane.distributed.modifiers import Modifiers
@@ -117,10 +117,12 @@ PartedBackward = tuple[PartsOfDocument, ...]
 
 def totals_of(k: torch.Tensor, v: torch.Tensor, count: int) -> Pair:
     """Tensors for the gradients of all ``count`` gathered keys and values, in f32; those of one shape are
-    one tensor."""
+    one tensor, where torch adds them."""
     shapes = [(t.shape[0], count, *t.shape[2:]) for t in (k, v)]
     dtype = compute_dtype(k.dtype)
-    if shapes[0] == shapes[1]:
+    if k.is_cuda:
+        dk, dv = (fresh(k, shape, dtype) for shape in shapes)
+    elif shapes[0] == shapes[1]:
         dk, dv = k.new_empty((2, *shapes[0]), dtype=dtype).unbind()
     else:
         dk, dv = (k.new_empty(shape, dtype=dtype) for shape in shapes)

@@ -69,6 +69,17 @@ class Move(NamedTuple):
     count: int
 
 
+class HeadMove(NamedTuple):
+    """A copy of some heads of neighbouring rows of one of several tensors to a place, where they lie packed."""
+
+    which: int
+    place: int
+    row: int
+    count: int
+    head: int
+    heads: int
+
+
 class PeerMemory(ABC):
     """The memory of this rank and of its peers.
 
@@ -80,6 +91,8 @@ class PeerMemory(ABC):
         self.exchanges = 0
         self.blocks: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
         """Views of this rank's memory, by offset, shape and dtype."""
+        self.rooms: dict[tuple[Any, ...], Any] = {}
+        """What calls keep of these views, by the routes of their exchanges (:meth:`keep`)."""
         self.others = [peer for peer in range(ranks.size) if peer != ranks.rank]
         self.timeout: float = ranks.group._get_backend(device).options._timeout.total_seconds()
 
@@ -87,6 +100,12 @@ class PeerMemory(ABC):
         """The next exchange, with the same number on all ranks; ``label`` tells it from exchanges of other calls."""
         self.exchanges += 1
         return Exchange(self, self.exchanges, label)
+
+    def keep(self, key: tuple[Any, ...], room: Any) -> None:
+        """Let :attr:`rooms` have views for later calls."""
+        if len(self.rooms) >= BLOCKS_KEPT:
+            self.rooms.clear()
+        self.rooms[key] = room
 
     own: torch.Tensor
     """All of this rank's memory, as uint8."""
@@ -112,6 +131,16 @@ class PeerMemory(ABC):
         """:meth:`copy_moves` within this rank's memory."""
         self.copy_moves(self.ranks.rank, start, moves, tensors)
 
+    def copy_heads(self, peer: int, start: int, moves: Sequence[HeadMove], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy heads of rows of tensors ``(1, rows, heads, …)``, whose rows are contiguous, to another rank's memory;
+        places count from ``start``."""
+        for i, place, row, count, head, heads in moves:
+            self.copy(peer, start + place, tensors[i][:, row : row + count, head : head + heads].contiguous())
+
+    def copy_rows_of_heads(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a tensor ``(1, rows, heads, head_dim)`` to another one; the heads of a row are contiguous in both."""
+        to.copy_(source)
+
     @abstractmethod
     def write(self, peer: int, flag: int, value: int) -> None:
         """Set a flag of another rank after all work that is already enqueued."""
@@ -126,7 +155,7 @@ class PeerMemory(ABC):
     def compare(self, peer: int, number: int, label: int) -> None:  # noqa: B027
         """Raise RuntimeError if the data that has arrived from a peer is of an exchange with another label."""
 
-    def watch(self) -> None:  # noqa: B027
+    def watch(self, number: int) -> None:  # noqa: B027
         """Start the timeout of an exchange, which ends with the work that is already on the current stream."""
 
 
@@ -147,7 +176,7 @@ class Exchange:
         """Signal, after all work that is already enqueued, that this rank no longer reads what has arrived so far."""
         for peer in self.memory.others:
             self.memory.write(peer, DONE + self.memory.ranks.rank, self.number)
-        self.memory.watch()
+        self.memory.watch(self.number)
 
     def block(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in this rank's memory, at an offset in bytes from the start of the half."""
@@ -171,6 +200,10 @@ class Exchange:
         """Copy rows of contiguous tensors ``(1, rows, …)`` to places of the half in another rank's memory."""
         self.memory.copy_moves(peer, self._start, moves, tensors)
 
+    def send_heads(self, peer: int, moves: Sequence[HeadMove], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy heads of rows of tensors ``(1, rows, heads, …)`` to places of the half in another rank's memory."""
+        self.memory.copy_heads(peer, self._start, moves, tensors)
+
     def copy_own(self, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
         """Copy rows of contiguous tensors ``(1, rows, …)`` to places of the half in this rank's own memory."""
         self.memory.copy_own(self._start, moves, tensors)
@@ -192,11 +225,12 @@ class GpuMemory(PeerMemory):
     def __init__(self, ranks: Ranks, device: torch.device, half: int) -> None:
         super().__init__(ranks, device, half)
         self.own, self._addresses = self._allocate(FLAG_BYTES + 2 * half)
-        self._copy, self._write, self._wait = _functions()
-        self._stream_of = launch.stream_getter()
-        self._lost = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self.polled = self._addresses[ranks.rank], self._lost.data_ptr()
-        self._watch = _Watch(self.timeout, self._lost)
+        self._copy, self._write, self._wait, self._copy_2d = _functions()
+        self._lines = _Lines(srcMemoryType=DEVICE_MEMORY, dstMemoryType=DEVICE_MEMORY)
+        self._stream_of, self._index = launch.stream_getter(), device.index
+        words = torch.zeros(2, dtype=torch.int32).pin_memory()
+        self.polled, self._ended = (self._addresses[ranks.rank], words.data_ptr()), words.data_ptr() + words.itemsize
+        self._watch = _Watch(self.timeout, words)
 
     def _allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
         """Allocate ``size`` bytes on each rank and set the flags to 0; returns this rank's memory and all addresses."""
@@ -217,20 +251,51 @@ class GpuMemory(PeerMemory):
             _current.devices.add(self.device.index)
         return super().exchange(label)
 
-    def watch(self) -> None:
-        self._watch.see(self.device)
+    def watch(self, number: int) -> None:
+        _check(self._write(self._stream(), self._ended, number, 0), "setting a flag")
+        self._watch.see(number)
 
     def _stream(self) -> int:
-        return self._stream_of(self.device.index)
+        return self._stream_of(self._index)
 
     def copy(self, peer: int, place: int, t: torch.Tensor) -> None:
         size = t.numel() * t.element_size()
         _check(self._copy(self._addresses[peer] + place, t.data_ptr(), size, self._stream()), "a copy")
 
-    def copy_rows(self, peer: int, place: int, t: torch.Tensor, row: int, count: int) -> None:
-        size = t.stride(1) * t.itemsize
-        to, stream = self._addresses[peer] + place, self._stream_of(self.device.index)
-        _check(self._copy(to, t.data_ptr() + row * size, count * size, stream), "a copy")
+    def copy_moves(self, peer: int, start: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
+        to, stream, copy = self._addresses[peer] + start, self._stream(), self._copy
+        sources = [(t.data_ptr(), t.stride(1) * t.itemsize) for t in tensors]
+        for i, place, row, count in moves:
+            first, size = sources[i]
+            code = copy(to + place, first + row * size, count * size, stream) if count else 0
+            if code:
+                _check(code, "a copy")
+
+    def copy_heads(self, peer: int, start: int, moves: Sequence[HeadMove], tensors: Sequence[torch.Tensor]) -> None:
+        to, stream = self._addresses[peer] + start, self._stream()
+        for i, place, row, count, head, heads in moves:
+            t = tensors[i]
+            dim = t.shape[3] * t.itemsize
+            source = t.data_ptr() + row * t.stride(1) * t.itemsize + head * dim
+            self._copy_lines(to + place, heads * dim, source, t.stride(1) * t.itemsize, heads * dim, count, stream)
+
+    def copy_rows_of_heads(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        pitches = [t.stride(1) * t.itemsize for t in (to, source)]
+        width = to.shape[2] * to.shape[3] * to.itemsize
+        at, start = to.data_ptr(), source.data_ptr()
+        self._copy_lines(at, pitches[0], start, pitches[1], width, to.shape[1], self._stream())
+
+    def _copy_lines(self, to: int, to_pitch: int, source: int, pitch: int, width: int, lines: int, stream: int) -> None:
+        """Copy lines of ``width`` bytes, which begin every so many bytes."""
+        if not width or not lines:
+            return
+        if to_pitch == pitch == width:
+            _check(self._copy(to, source, width * lines, stream), "a copy")
+            return
+        asked = self._lines
+        asked.srcDevice, asked.srcPitch, asked.dstDevice, asked.dstPitch = source, pitch, to, to_pitch
+        asked.WidthInBytes, asked.Height = width, lines
+        _check(self._copy_2d(ctypes.byref(asked), stream), "a copy of lines")
 
     def copy_own(self, start: int, moves: Sequence[Move], tensors: Sequence[torch.Tensor]) -> None:
         own = self._addresses[self.ranks.rank] + start
@@ -245,11 +310,14 @@ class GpuMemory(PeerMemory):
             own_copies.enqueue(self.device.index, found)
 
     def write(self, peer: int, flag: int, value: int) -> None:
-        _check(self._write(self._stream(), self._addresses[peer] + 4 * flag, value, 0), "setting a flag")
+        code = self._write(self._stream(), self._addresses[peer] + 4 * flag, value, 0)
+        if code:
+            _check(code, "setting a flag")
 
     def wait(self, flag: int, value: int, peer: int) -> None:
-        own = self._addresses[self.ranks.rank] + 4 * flag
-        _check(self._wait(self._stream(), own, value, AT_LEAST), "waiting for a flag")
+        code = self._wait(self._stream(), self._addresses[self.ranks.rank] + 4 * flag, value, AT_LEAST)
+        if code:
+            _check(code, "waiting for a flag")
 
 
 _current = threading.local()
@@ -258,16 +326,37 @@ AT_LEAST = 0
 """CU_STREAM_WAIT_VALUE_GEQ: until a flag is at least a value, modulo 2³²."""
 
 
+DEVICE_MEMORY = 2
+"""CU_MEMORYTYPE_DEVICE."""
+
+
+class _Lines(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = tuple(
+        (f"{side}{name}", kind)
+        for side in ("src", "dst")
+        for name, kind in (
+            ("XInBytes", ctypes.c_size_t), ("Y", ctypes.c_size_t), ("MemoryType", ctypes.c_uint),
+            ("Host", ctypes.c_void_p), ("Device", ctypes.c_uint64), ("Array", ctypes.c_void_p),
+            ("Pitch", ctypes.c_size_t),
+        )
+    ) + (("WidthInBytes", ctypes.c_size_t), ("Height", ctypes.c_size_t))  # fmt: skip
+
+
 @functools.cache
-def _functions() -> tuple[Callable[..., int], Callable[..., int], Callable[..., int]]:
-    """The driver's copy, write and wait of streams. The bindings' functions take several times as long as these."""
+def _functions() -> tuple[Callable[..., int], Callable[..., int], Callable[..., int], Callable[..., int]]:
+    """The driver's copy, write and wait of streams, and its copy of lines; the bindings' functions take several times
+    as long."""
     launch.driver()  # raises where there is none
     library = ctypes.CDLL("libcuda.so.1")
     copy, write, wait = library.cuMemcpyDtoDAsync_v2, library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
     address, stream, number = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32
     copy.argtypes = address, address, ctypes.c_size_t, stream
     write.argtypes = wait.argtypes = stream, address, number, number
-    return copy, write, wait
+    copy_2d = library.cuMemcpy2DAsync_v2
+    copy_2d.argtypes = ctypes.c_void_p, stream
+    return copy, write, wait, copy_2d
 
 
 def _check(code: int, what: str) -> None:
@@ -279,27 +368,31 @@ def _check(code: int, what: str) -> None:
 class _Watch:
     """A thread that ends the process if an exchange takes longer than the timeout.
 
-    In each second the first exchange gets an event of its own. The further ones share one, which the last of them
-    records, so that the last exchange is watched even if the host makes no more calls.
+    In each second the first exchange and the last one are watched, the last one also if the host makes no more calls.
+    The GPU writes the number of each exchange that has ended to host memory. The thread calls nothing of CUDA: a call
+    could wait for one of the host's other threads, which waits for the GPU.
+
+    Args:
+        timeout: seconds.
+        words: int32 in host memory that the GPU can write to: that of :attr:`PeerMemory.polled`, and the number of the
+            last exchange that has ended.
     """
 
-    def __init__(self, timeout: float, lost: torch.Tensor) -> None:
-        self.timeout, self.lost = timeout, lost
-        self.open: collections.deque[tuple[float, torch.cuda.Event]] = collections.deque()
-        self.latest: tuple[float, torch.cuda.Event] | None = None
+    def __init__(self, timeout: float, words: torch.Tensor) -> None:
+        self.timeout, self.words = timeout, words
+        self.open: collections.deque[tuple[float, int]] = collections.deque()
+        self.latest: tuple[float, int] | None = None
         self.last = 0.0
         threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="flashlane-peers").start()
 
-    def see(self, device: torch.device) -> None:
-        """Watch the work that is already on the current stream."""
+    def see(self, number: int) -> None:
+        """Watch an exchange, whose end is enqueued."""
         now = time.monotonic()
-        event = self.latest[1] if self.latest else torch.cuda.Event()
-        event.record(launch.current_stream(device))
         if now - self.last > 1:
             self.last, self.latest = now, None
-            self.open.append((now, event))
+            self.open.append((now, number))
         else:
-            self.latest = now, event
+            self.latest = now, number
 
     def who_is_late(self) -> str | None:
         """The rank that did not answer within the timeout, as far as it is known; None while all do."""
@@ -307,11 +400,11 @@ class _Watch:
         if latest is not None and now - latest[0] > 1:  # the host has made no call since
             self.latest = None
             self.open.append(latest)
-        who = lost_sender(int(self.lost))
-        while who is None and self.open and self.open[0][1].query():
+        lost, ended = self.words.tolist()
+        while self.open and self.open[0][1] <= ended:
             self.open.popleft()
         late = self.open and now - self.open[0][0] > self.timeout
-        return who or ("a rank" if late else None)
+        return lost_sender(lost) or ("a rank" if late else None)
 
 
 def _watch(reference: weakref.ref[_Watch]) -> None:

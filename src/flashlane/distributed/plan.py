@@ -116,6 +116,16 @@ class GatherPlan:
     """For each rank, the rows of this rank's shard that it needs."""
     indices: dict[object, slice | torch.Tensor] = field(default_factory=dict, compare=False, hash=False)
 
+    @functools.cached_property
+    def rows_sent(self) -> tuple[int, ...]:
+        """For each rank the number of rows of :attr:`sent`."""
+        return tuple(sum(each.count for each in segments) for segments in self.sent)
+
+    @functools.cached_property
+    def rows_received(self) -> tuple[int, ...]:
+        """For each rank the number of rows of :attr:`received`."""
+        return tuple(sum(each.count for each in segments) for segments in self.received)
+
     def index(self, side: str, kind: str, peer: int, device: torch.device) -> slice | torch.Tensor:
         """The indices of the rows of a peer's segments, as a slice where they are consecutive, else int64.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flashlane.jit.launch import current_stream, set_stream
+from flashlane.jit.launch import current_stream, stream_setter
 
 COMPUTE_STREAMS, COPY_STREAM = 2, 2
 """The number of streams that compute, and the index of the one that copies data."""
@@ -20,6 +20,8 @@ MOST_MORE = 2
 """The most further streams of a call, which have the indices after that."""
 MOST_STREAMS = 1 + COMPUTE_STREAMS + MOST_MORE
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+_contexts: dict[tuple[torch.device, int], list[_On]] = {}
+"""The contexts of all streams of a call, by its device and the number of its first stream."""
 _events: dict[torch.device, list[list[_Event]]] = {}
 """Events of calls that have ended: one for each stream, that of a call's begin, and further ones. A wait is for what
 was recorded when it was enqueued, so that an event can be recorded again at once."""
@@ -39,16 +41,16 @@ class _Event:
 class _On:
     """A context in which work is enqueued on a stream, and later again on the call's first one."""
 
-    __slots__ = ("first", "stream")
+    __slots__ = ("begin", "end")
 
-    def __init__(self, stream: torch.cuda.Stream, first: torch.cuda.Stream) -> None:
-        self.stream, self.first = stream, first
+    def __init__(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
+        self.begin, self.end = begin, end
 
     def __enter__(self) -> None:
-        set_stream(self.stream)
+        self.begin()
 
     def __exit__(self, *_: object) -> None:
-        set_stream(self.first)
+        self.end()
 
 
 _HERE = contextlib.nullcontext()
@@ -69,7 +71,12 @@ class CallStreams:
         if self.gpu:
             if device not in _streams:
                 _streams[device] = [torch.cuda.Stream(device) for _ in range(1, MOST_STREAMS)]
-            self.streams = [current_stream(device), *_streams[device][: COMPUTE_STREAMS + more]]
+            first = current_stream(device)
+            self.streams = [first, *_streams[device][: COMPUTE_STREAMS + more]]
+            key = device, first.stream_id
+            if key not in _contexts:
+                _contexts[key] = [_On(stream_setter(each), stream_setter(first)) for each in (first, *_streams[device])]
+            self._contexts = _contexts[key]
             self._idle = _events.setdefault(device, [])
             self._events = self._idle.pop() if self._idle else [_Event() for _ in range(MOST_STREAMS + 1)]
             self._begun = self._events[MOST_STREAMS]
@@ -86,13 +93,18 @@ class CallStreams:
 
     def on(self, stream: int) -> contextlib.AbstractContextManager[None]:
         """A context in which work is enqueued on a stream; contexts are not nested."""
-        return _On(self._stream(stream), self.streams[0]) if self.gpu and stream else _HERE
+        if not self.gpu or not stream:
+            return _HERE
+        self._stream(stream)
+        return self._contexts[stream]
 
     def after(self, stream: int, other: int) -> None:
         """Let later work of a stream wait for all work that is already on another."""
         if self.gpu and other in self._used:
             event = self._events[other]
             event.record(self.streams[other])
+            if other == 0:  # the work before the call comes before this
+                self._used.add(stream)
             event.wait(self._stream(stream))
 
     def mark(self, stream: int) -> _Event | None:
@@ -116,17 +128,20 @@ class CallStreams:
         if self.gpu:
             self.kept += tensors
 
-    def join(self, signal: Callable[[], object] | None = None) -> None:
+    def join(self, signal: Callable[[], object] | None = None, copies_are_last: bool = False) -> None:
         """Let the current stream wait for all streams.
 
         Args:
             signal: what is enqueued after all of them on the stream that copies data. The current stream does not wait
                 for it.
+            copies_are_last: whether the stream that copies data waits for all work of the others but what reads and
+                writes nothing that other ranks do; then it alone is waited for, and ``signal`` is for its work.
         """
-        for stream in (*range(1, COPY_STREAM + 1), *self.more):
+        for stream in (COPY_STREAM,) if copies_are_last else (*range(1, COPY_STREAM + 1), *self.more):
             self.after(0, stream)
         if signal is not None:
-            self.after(COPY_STREAM, 0)
+            if not copies_are_last:
+                self.after(COPY_STREAM, 0)
             with self.on(COPY_STREAM):
                 signal()
         self.kept.clear()

@@ -313,15 +313,15 @@ def current_stream(device: Any) -> Any:
     return found
 
 
-def set_stream(stream: Any) -> None:
-    """``torch.cuda.set_stream``; the private form leaves out what :func:`torch.cuda.init` did."""
+def stream_setter(stream: Any) -> Callable[[], Any]:
+    """``torch.cuda.set_stream`` of a stream; the private form leaves out what :func:`torch.cuda.init` did."""
     import torch
 
     short = getattr(torch._C, "_cuda_setStream", None)
     if short is None:
-        torch.cuda.set_stream(stream)
-    else:
-        short(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+        return functools.partial(torch.cuda.set_stream, stream)
+    name = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+    return functools.partial(short, **name)
 
 
 def device_getter() -> Callable[[], int]:
