@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashlane.distributed import allgather, copies
+from flashlane.distributed import allgather, copies, head_copies
 from flashlane.distributed.comm import Ranks
 from flashlane.distributed.peer_memory import FLAG_BYTES, PeerMemory
 from flashlane.distributed.streams import COPY_STREAM
@@ -219,6 +219,17 @@ class _Operations(TorchDispatchMode):
             tensors = [(t.select(dim, int(row)), True) for row in rows] + [(source, False)]
         self.recorder.touch(func.name(), tensors)
         return result
+
+
+@contextlib.contextmanager
+def recording_heads(recorder: Recorder) -> Iterator[None]:
+    """:func:`recording` of Ulysses by copies."""
+    with (
+        mock.patch.object(head_copies, "CallStreams", recorded_streams(recorder)),
+        mock.patch.object(head_copies, "memory_of", lambda *_: recorder.memories[recorder.rank]),
+        _Operations(recorder),
+    ):
+        yield
 
 
 @contextlib.contextmanager

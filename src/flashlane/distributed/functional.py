@@ -33,6 +33,8 @@ from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Grid, Group, Ranks, label_of
 from flashlane.distributed.copies import half_of_call
 from flashlane.distributed.gather import Task
+from flashlane.distributed.head_copies import HeadCopies, HeadTask
+from flashlane.distributed.head_copies import why_not as why_not_head_copies
 from flashlane.distributed.layout import Layout, check_layout, rows_of, runs_of
 from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import MOST_GROUPS, half_of
@@ -105,9 +107,9 @@ def context_parallel_attn_func(
         heads_k_stride: for "allgather", the number of KV heads that are fetched at once; the next ones are fetched
             while these are computed. A tuple gives the number for each group, the last one for all further groups. By
             default all heads are fetched at once.
-        transport: how "allgather" moves data: "messages" of the process group; "copies" into the memory of the other
-            ranks, which must be on one host: on GPUs copies use no SM, and the loss of a rank ends the others; or
-            "auto", which copies where :func:`explain_transport` gives no reason against it.
+        transport: how "allgather" and "ulysses" move data: "messages" of the process group; "copies" into the memory of
+            the other ranks, which must be on one host: on GPUs copies use no SM, and the loss of a rank ends the
+            others; or "auto", which copies where :func:`explain_transport` gives no reason against it.
         kernel: the tag of the kernel that computes each block, or None to let the dispatcher choose.
         return_lse: also return the LSE.
         sinks: ``(h,)``: a further logit in the softmax of every row of a head, which has no value.
@@ -428,8 +430,10 @@ def _checked_call(
         raise NotImplementedError(f"heads_k_stride is {stride} with method {method!r}; only 'allgather' has it")
     if options["transport"] not in TRANSPORTS:
         raise ValueError(f"transport is {options['transport']!r}; it may be one of {', '.join(map(repr, TRANSPORTS))}")
-    if options["transport"] == "copies" and method != "allgather":
-        raise NotImplementedError(f"transport is 'copies' with method {method!r}; only 'allgather' has it")
+    if options["transport"] == "copies" and method not in ("allgather", "ulysses"):
+        raise NotImplementedError(
+            f"transport is 'copies' with method {method!r}; only 'allgather' and 'ulysses' have it"
+        )
     bounds = head_bounds(stride, inputs.k.shape[-2])
     if options["transport"] == "copies" and len(bounds) > MOST_GROUPS:
         raise NotImplementedError(f"heads_k_stride is {stride}; transport 'copies' takes up to {MOST_GROUPS} groups")
@@ -452,7 +456,14 @@ def _checked_call(
         options["kernel"],
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
     )
-    return Division(layout, lengths, key_ranks, left, right, heads_ranks), settings, method
+    division = Division(layout, lengths, key_ranks, left, right, heads_ranks)
+    if options["transport"] == "copies" and method == "ulysses":
+        plain = not options["return_lse"] and not any(t is not None for t in modifiers)
+        batch = 1 if inputs.q.dim() == 3 else inputs.q.shape[0]
+        heads = Heads(inputs.q.shape[-2], inputs.k.shape[-2], grid.size)
+        if reason := why_not_head_copies(division, heads, batch, plain):
+            raise NotImplementedError(f"transport is 'copies' with method 'ulysses', which sends messages: {reason}")
+    return division, settings, method
 
 
 def _fields(
@@ -524,6 +535,31 @@ def _copies(
     return why_not_copies(places, groups, half, half_of(grid.keys, device)) is None
 
 
+def _head_task(
+    grid: Grid,
+    division: Division,
+    heads: Heads,
+    settings: Settings,
+    inputs: Inputs,
+    options: dict[str, Any],
+    modified: bool,
+    number: int,
+    places: list[Place],
+) -> HeadTask | None:
+    """What a call of "ulysses" copies; None where it sends messages. All ranks decide from the same values."""
+    q, k, v, transport = inputs.q, inputs.k, inputs.v, options["transport"]
+    plain, batch = not modified and not options["return_lse"], 1 if q.dim() == 3 else q.shape[0]
+    if transport == "messages" or grid.heads is not None or grid.size == 1:
+        return None
+    if why_not_head_copies(division, heads, batch, plain) is not None:
+        return None
+    dims = q.shape[-1], v.shape[-1]
+    task = HeadTask(grid.keys, division, heads, dims, k.dtype, settings, number)
+    if transport == "copies" or why_not_copies(places, 1, task.half, half_of(grid.keys, q.device)) is None:
+        return task
+    return None
+
+
 class _Call:
     """A checked call, which serves all calls with equal arguments."""
 
@@ -542,6 +578,7 @@ class _Call:
         heads, kv_heads = inputs.q.shape[-2], inputs.k.shape[-2]
         self.returns_lse = options["return_lse"]
         self.exchange: Exchange | None = None
+        self.head_task: HeadTask | None = None
         copies = in_chunks = False
         keys: Ranks | None = grid.keys
         bounds: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
@@ -555,6 +592,9 @@ class _Call:
             by_heads = grid.heads or grid.keys
             keys = grid.keys if grid.heads and grid.keys.size > 1 else None
             division_of = Heads(heads, kv_heads, by_heads.size)
+            self.head_task = _head_task(
+                grid, division, division_of, settings, inputs, options, modified, number, places
+            )
             self.exchange = Exchange(by_heads, division, division_of, keys.rank if keys else 0, number)
         self.function = RingAttention if keys is not None and method != "allgather" else GatherAttention
         self.task = Task(keys, division, settings, *bounds, copies, self.returns_lse, in_chunks, number)
@@ -564,6 +604,8 @@ class _Call:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, modifiers: Modifiers
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output and LSE; the LSE may be None if it is not requested."""
+        if self.head_task is not None:
+            return HeadCopies.apply(self.head_task, q, k, v), None
         exchange = self.exchange
         if exchange is None:
             return self.function.apply(self.task, q, k, v, *modifiers)

@@ -34,12 +34,21 @@ Launches = dict[tuple[object, ...], "tuple[Launch | RangedLaunch, ...] | None"]
 class Launch:
     """One block over q, k, v and out that differ only in their addresses from those it was prepared with."""
 
-    __slots__ = ("_backward", "_forward", "_is_prepared", "_kernel", "_keys", "_problem", "rows")
+    __slots__ = ("_backward", "_f32_gradients", "_forward", "_is_prepared", "_kernel", "_keys", "_problem", "rows")
 
-    def __init__(self, block: Block, q: torch.Tensor, kv: Pair, out: torch.Tensor, settings: Settings) -> None:
+    def __init__(
+        self,
+        block: Block,
+        q: torch.Tensor,
+        kv: Pair,
+        out: torch.Tensor,
+        settings: Settings,
+        f32_gradients: bool = True,
+    ) -> None:
+        """``f32_gradients``: whether those of keys and values are written in f32, where the kernel can, for a sum."""
         part = prepare(block, q, *kv, Modifiers(), settings)
         self.rows, self._keys = part.rows, part.keys
-        self._problem, self._kernel = part.problem, part.kernel
+        self._problem, self._kernel, self._f32_gradients = part.problem, part.kernel, f32_gradients
         batch, count, heads, _ = part.inputs.q.shape
         lse = q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype))
         self._forward = part.kernel.prepare(part.problem, part.inputs, out[:, part.rows], lse)
@@ -82,7 +91,8 @@ class Launch:
 
     def _prepare_backward(self, *qkv: torch.Tensor) -> RepeatBackward | None:
         chosen = dispatch.select_backward(self._problem, self._kernel)
-        found = chosen.prepare_share(self._problem, Inputs(*qkv)) if attend.F32_GRADIENTS else None
+        in_f32 = attend.F32_GRADIENTS and self._f32_gradients
+        found = chosen.prepare_share(self._problem, Inputs(*qkv)) if in_f32 else None
         return found or chosen.prepare(self._problem, Inputs(*qkv), self._kernel)
 
     def _run_backward(
