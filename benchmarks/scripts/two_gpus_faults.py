@@ -3,13 +3,15 @@
     PYTHONPATH=src python3 benchmarks/scripts/two_gpus_faults.py --out $OUT
 
 Two ranks first make all calls once, so that everything is compiled. Then each fault has two processes of its own, and
-all faults are tried at once. (other shapes) rank 1 gives other heads at a
-first call: both raise an error that names them. (lost by copies, lost by messages) rank 1 ends after a first call, and
-rank 0 makes it again. (other size by messages) both have made two calls, and each repeats another one of them. Writes
-two_gpus_faults.json, again whenever a process has ended: for each fault and rank the seconds after the fault until its
-process ended, its status and its last line; of one that had to be killed, where it was. Exit status 1: a process was
-still there :data:`MOST_SECONDS` after the group's timeout, or ended without an error. ``--backend gloo`` tries it on a
-CPU.
+all faults are tried at once. (other shapes) rank 1 gives other heads at a first call: both raise an error that names
+them. (lost by copies, lost by messages) rank 1 ends after a first call, and rank 0 makes it again. (other size by
+messages) both have made two calls, and each repeats another one of them. Writes two_gpus_faults.json, again whenever
+a process has ended: for each fault and rank the seconds after the fault until its process ended, its status and its
+last line; of one that had to be killed, where it was. Exit status 1: a process was still there :data:`MOST_SECONDS`
+after the group's timeout, or ended without an error. ``--backend gloo`` tries it on a CPU.
+
+Torch's watchdog of NCCL waits for a dump of what it recorded before it ends a process, up to 8 minutes: the processes
+have :data:`NO_DUMP`.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from flashlane.distributed import context_parallel_attn_func
 
 FORMAT = "flashlane-two-gpus-faults/1"
 GROUP_SECONDS, MOST_SECONDS = 10, 30
+NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 START_SECONDS = 100
 """The most seconds from the start of the processes to the faults."""
 FAULTS = ("other shapes", "lost by copies", "lost by messages", "other size by messages")
@@ -89,7 +92,9 @@ def tried(backend: str, write: Callable[[list[dict[str, Any]], dict[str, Any]], 
             for rank in (0, 1):
                 log = (meeting / f"log_{rank}").open("w")
                 words = ["--fault", fault, "--rank", str(rank), "--folder", str(meeting), "--backend", backend]
-                process = subprocess.Popen([sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(
+                    [sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT, env=os.environ | NO_DUMP
+                )
                 running.append((fault, rank, meeting, process))
         ended: dict[int, float] = {}
         found: dict[int, dict[str, Any]] = {}
