@@ -5,22 +5,21 @@ from __future__ import annotations
 import importlib
 import inspect
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support import flex_oracle
+from support.flex_kernels import Kernels, install
 from support.programs import SIZES, draw
-from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import flashlane
 from flashlane.flex import attention as attention_module
-from flashlane.flex import blocks, masks, packed, reference, windows
+from flashlane.flex import masks, packed, reference, windows
 
 Function = Callable[..., Any] | None
 
@@ -217,58 +216,6 @@ def test_under_torch_compile_the_graph_breaks_and_results_are_the_same() -> None
     torch.testing.assert_close(torch.compile(model, backend="eager")(*tensors), model(*tensors))
 
 
-def as_lists(
-    mask: BlockMask | None,
-    window: tuple[int, int],
-    documents: packed.Documents | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-) -> BlockMask | None:
-    """The mask; a window or documents, which kernels have as an argument, as full blocks of one pair."""
-    if window == windows.OPEN and documents is None:
-        return mask
-    assert mask is None
-    rows, columns = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
-    if documents is not None:
-        assert window == windows.OPEN and documents.longest == documents.offsets.diff().max()
-        ids = torch.bucketize(torch.arange(documents.tokens), documents.offsets, right=True)
-        shown = (ids[rows] == ids[columns]) & ((rows >= columns) | (not documents.causal))
-    else:
-        left, right = (side if side >= 0 else 1 << 20 for side in window)
-        shown = (rows - columns <= left) & (columns - rows <= right)
-    table = torch.where(shown, blocks.FULL, blocks.HIDDEN)[None, None].to(torch.int8)
-    return blocks.from_states(table, torch_flex.noop_mask, tuple(table.shape[2:]), (1, 1))
-
-
-class Kernels:
-    """In the place of the module of the Hopper kernels: the reference, and a note of what was called. Tensors are
-    ``(b, s, h, d)``."""
-
-    def __init__(self, reason: str | None) -> None:
-        self.reason, self.called = reason, []
-
-    def supports(self, q, k, v, block_mask, arch):
-        assert block_mask is None or isinstance(block_mask, torch_flex.BlockMask)
-        assert arch is None or isinstance(arch, str)
-        self.called.append(("supports", (tuple(q.shape), tuple(k.shape), tuple(v.shape))))
-        return self.reason
-
-    def forward(self, q, k, v, program, captured, block_mask, scale, window, documents):
-        self.called.append(("forward", block_mask))
-        block_mask = as_lists(block_mask, window, documents, q, k)
-        operands = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse, _ = reference.forward(reference.Problem(*operands, program, captured, block_mask, scale))
-        return out.transpose(1, 2), lse
-
-    def backward(self, q, k, v, out, lse, dout, dlse, program, captured, block_mask, scale, window, documents):
-        self.called.append(("backward", dlse is not None))
-        block_mask = as_lists(block_mask, window, documents, q, k)
-        q, k, v, out, dout = (t.transpose(1, 2) for t in (q, k, v, out, dout))
-        problem = reference.Problem(q, k, v, program, captured, block_mask, scale)
-        found = reference.backward(problem, out, lse, dout, dlse, [False] * len(captured.tensors))
-        return tuple(t.transpose(1, 2) for t in (found.dq, found.dk, found.dv))
-
-
 def test_the_stand_in_has_the_kernels_signatures() -> None:
     real = importlib.import_module(attention_module.KERNELS)
     for name in real.__all__:
@@ -281,10 +228,7 @@ def test_the_stand_in_has_the_kernels_signatures() -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Calls on the CPU go where those on a GPU go."""
-    made = Kernels(None)
-    monkeypatch.setitem(sys.modules, attention_module.KERNELS, made)
-    monkeypatch.setattr(attention_module, "OF_THE_REFERENCE", ())
-    return made
+    return install(monkeypatch)
 
 
 def test_the_kernels_get_narrow_lists_and_the_reference_the_captured_gradients(kernels: Kernels) -> None:
@@ -460,6 +404,7 @@ def test_functions_that_are_packed_documents_need_no_lists(kernels: Kernels, nam
 
 
 def test_documents_whose_tensor_changes_are_lists_again(kernels: Kernels) -> None:
+    kernels.repeats = False
     ids = IDS.clone()
     mask = flashlane.create_block_mask(lambda b, h, q, kv: ids[q] == ids[kv], None, None, 40, 40, "cpu", 8)
     tensors = [t.detach() for t in operands(1, 2, 2, 40, 40)]

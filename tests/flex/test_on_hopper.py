@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -37,10 +38,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         plan.cache_clear()
 
 
+@dataclass(frozen=True)
+class Reads:
+    """A program whose mask reads these of its tensors."""
+
+    read_by_mask: tuple[int, ...]
+
+
 def test_a_mask_in_units_is_kept_for_one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 256, 256, device="cpu")
     monkeypatch.setattr(unit_masks, "_unit_mask", lambda *_: object())
-    program, captured = object(), torch.zeros(3)
+    program, captured = Reads((0,)), torch.zeros(3)
     sizes = {"batch": 2, "heads": 4, "seqlen_q": 256, "seqlen_k": 256}
 
     def made(tensor: torch.Tensor = captured, **changes: int) -> object:
@@ -51,7 +59,16 @@ def test_a_mask_in_units_is_kept_for_one_problem(monkeypatch: pytest.MonkeyPatch
     others = [made(**{name: size - 1}) for name, size in sizes.items()]
     assert first not in others and len({id(each) for each in others}) == 4
     captured.add_(1)
-    assert made() is not first, "what the program reads was written"
+    assert made() is not first, "what the mask reads was written"
+    program = Reads(())
+    first = made()
+    captured.add_(1)
+    assert made() is first, "the score alone reads it"
+    mask.kv_num_blocks.add_(0)
+    again = made()
+    assert again is not first, "a list was written"
+    mask.kv_indices = mask.kv_indices.clone()
+    assert made() is not again, "the mask has another list"
 
 
 def operands(grad: bool = False) -> list[torch.Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from flashlane.core.arch import arch_of
-from flashlane.flex import packed, reference, windows
+from flashlane.flex import packed, reference, repeats, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.blocks import narrowed
 from flashlane.flex.program import Arguments, Program
@@ -77,10 +78,8 @@ def flex_attention(
         TypeError: ``block_mask`` is no BlockMask, or a function does not return a scalar tensor.
         RuntimeError: ``block_mask`` was sliced and has no mask function since.
     """
-    options = dict(kernel_options or {})
-    if options.get("BACKEND", "AUTO") == "AUTO" and _is_of_torch(query.device):
-        options["BACKEND"] = "TORCH"
-    return attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, options, return_aux, "raise")
+    call = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
+    return (_attend_apart if _compiling() else _attend)(*call, "raise", True)
 
 
 def _is_of_torch(device: torch.device) -> bool:
@@ -89,7 +88,6 @@ def _is_of_torch(device: torch.device) -> bool:
     return arch is not None and arch != importlib.import_module(KERNELS).ARCH
 
 
-@torch._dynamo.disable
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -108,11 +106,41 @@ def attend(
     ``torch`` calls torch's own function. ``reference`` runs calls that no kernel takes, but raises where a function
     cannot be translated.
     """
+    call = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
+    return (_attend_apart if _compiling() else _attend)(*call, otherwise, False)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: dict[str, Any] | None,
+    return_aux: Any,
+    otherwise: str,
+    torch_elsewhere: bool,
+) -> Any:
+    """:func:`attend`; with ``torch_elsewhere`` torch's function runs the calls of other GPUs."""
     backend = (kernel_options or {}).get("BACKEND", "AUTO")
+    most = return_aux is not None and return_aux.max_scores
+    if backend in ("AUTO", "FLASHLANE") and not most and not (return_lse and return_aux is not None):
+        found = repeats.find(query, key, value, score_mod, block_mask, scale, enable_gqa)
+        if found is not None:
+            again = _again(found, query, key, value, block_mask, return_lse or return_aux is not None)
+            if again is not None and return_aux is not None:
+                return again[0], torch_flex.AuxOutput(lse=again[1] if return_aux.lse else None)
+            if again is not None:
+                return again
     if backend not in (*OURS, *TORCHS):
         raise ValueError(f"kernel_options: BACKEND is {backend!r}; it may be {', '.join((*OURS, *TORCHS))}")
     if return_lse and return_aux is not None:
         raise ValueError("return_lse is True and return_aux is given; return_aux=AuxRequest(lse=True) asks for the LSE")
+    if backend == "AUTO" and torch_elsewhere and _is_of_torch(query.device):
+        backend = "TORCH"
 
     def by_torch() -> Any:
         options = {**(kernel_options or {}), "BACKEND": "AUTO" if backend not in TORCHS[1:] else backend}
@@ -121,8 +149,10 @@ def attend(
 
     if backend in TORCHS:
         return by_torch()
-    query, key, value = _autocast(query, key, value)
+    given = query, key, value
+    query, key, value = _autocast(*given)
     check(query, key, value, block_mask, enable_gqa)
+    given_mask, given_scale = block_mask, scale
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     mask_mod = None if block_mask is None else block_mask.mask_mod
     score_type = "f64" if query.dtype == torch.float64 else "f32"
@@ -145,11 +175,18 @@ def attend(
     if block_mask is not None:
         block_mask = narrowed(block_mask)
     call = _Call(program, arguments.integers, block_mask, window, documents, scale, kernels)
-    most = return_aux is not None and return_aux.max_scores
     out, lse, largest = _Attention.apply(call, most, query, key, value, *arguments.tensors)
+    if kernels is not None and query is given[0] and key is given[1] and value is given[2]:
+        prepare = functools.partial(_prepared, call, *given, arguments)
+        repeats.remember(given, score_mod, given_mask, given_scale, enable_gqa, prepare)
     if return_aux is not None:
         return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest if most else None)
     return (out, lse) if return_lse else out
+
+
+_compiling = torch.compiler.is_dynamo_compiling
+_attend_apart = torch._dynamo.disable(_attend)
+"""torch.compile breaks the graph at this one."""
 
 
 def torch_function(device: torch.device) -> Callable[..., Any]:
@@ -244,10 +281,10 @@ def _kernels(
 
 def _swap_heads_and_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Views with axes 1 and 2 exchanged: torch's ``(b, h, s, d)`` become the kernels' ``(b, s, h, d)``, and back."""
-    return tuple(t.transpose(1, 2) for t in tensors)
+    return tuple([t.transpose(1, 2) for t in tensors])
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Call:
     """All of a call but its tensors."""
 
@@ -295,20 +332,120 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
-        call, needs_grad = ctx.call, list(ctx.needs_input_grad)[2:]
-        problem = call.problem(*tensors)
-        do = torch.zeros_like(out) if do is None else do
-        arguments = (problem, out, lse, do, dlse, needs_grad[3:])
-        if call.kernels is None:
-            gradients = reference.backward(*arguments)
-            operands = (gradients.dq, gradients.dk, gradients.dv)
-        else:
+        return None, None, *_gradients(ctx.call, out, lse, do, dlse, tensors, list(ctx.needs_input_grad)[2:])
+
+
+def _gradients(
+    call: _Call,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    tensors: Sequence[torch.Tensor],
+    needs_grad: list[bool],
+    entry: repeats.Entry | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a call's tensors: the query, the key, the value and the captured ones.
+
+    Those of the first three are computed as in the entry's calls, where there is an entry and it can.
+    """
+    operands: Any = None
+    if entry is not None and dlse is None and type(do) is torch.Tensor and not do.is_neg() and any(needs_grad[:3]):
+        operands = _repeated_gradients(entry, call, out, lse, do, tensors)
+    if operands is not None and not any(needs_grad[3:]):
+        found = (*operands, *(None for _ in tensors[3:]))
+        return tuple([g if want else None for g, want in zip(found, needs_grad, strict=True)])
+    problem = call.problem(*tensors)
+    do = torch.zeros_like(out) if do is None else do
+    arguments = (problem, out, lse, do, dlse, needs_grad[3:])
+    if call.kernels is None:
+        gradients = reference.backward(*arguments)
+        operands = (gradients.dq, gradients.dk, gradients.dv)
+    else:
+        if operands is None:
             operands = (None, None, None)
             if any(needs_grad[:3]):
                 q, k, v, of_out, of_do = _swap_heads_and_rows(problem.q, problem.k, problem.v, out, do)
                 program = call.of_kernels(problem.arguments)
                 operands = _swap_heads_and_rows(*call.kernels.backward(q, k, v, of_out, lse, of_do, dlse, *program))
-            gradients = reference.backward(*arguments, operands=False) if any(needs_grad[3:]) else None
-        captured = [None] * len(needs_grad[3:]) if gradients is None else gradients.captured
-        grads = [g if want else None for g, want in zip((*operands, *captured), needs_grad, strict=True)]
-        return None, None, *(None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
+        gradients = reference.backward(*arguments, operands=False) if any(needs_grad[3:]) else None
+    captured = [None] * len(needs_grad[3:]) if gradients is None else gradients.captured
+    grads = [g if want else None for g, want in zip((*operands, *captured), needs_grad, strict=True)]
+    return tuple(None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True))
+
+
+# --- calls like an earlier one
+
+
+def _prepared(
+    call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, arguments: Arguments
+) -> tuple[Any, ...] | None:
+    """What an entry keeps of a call: see :func:`repeats.remember`."""
+    operands, kernels = _swap_heads_and_rows(query, key, value), call.kernels
+    forward = None if kernels is None else kernels.prepare_forward(*operands, *call.of_kernels(arguments))
+    if forward is None:
+        return None
+    has_mask = call.block_mask is not None
+    return call.program, call.integers, call.scale, kernels, has_mask, call.window, call.documents, forward
+
+
+def _again(
+    found: repeats.Found,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: Any,
+    wants_lse: bool,
+) -> Any:
+    """A call like that of an entry: the output, with ``wants_lse`` and the LSE; None where it does not run it."""
+    entry, tensors = found.entry, found.tensors
+    mask = narrowed(block_mask) if entry.has_mask else None
+    if entry.binding.computes:
+        entry.program.check(Arguments(tensors, entry.integers))
+    if not entry.records:
+        results = entry.forward(query, key, value, tensors, mask, found.documents)
+        return results if results is None or wants_lse else results[0]
+    call = _Call(entry.program, entry.integers, mask, entry.window, found.documents, entry.scale, entry.kernels)
+    return _Repeated.apply(entry, call, wants_lse, query, key, value, *tensors)
+
+
+class _Repeated(torch.autograd.function._SingleLevelFunction):
+    """A call like that of an entry, under no transform of ``torch.func``; its results are those of :func:`_again`."""
+
+    @staticmethod
+    def forward(ctx: Any, entry: repeats.Entry, call: _Call, wants_lse: bool, *tensors: torch.Tensor) -> Any:
+        results = entry.forward(*tensors[:3], tensors[3:], call.block_mask, call.documents)
+        if results is None:
+            return None
+        ctx.entry, ctx.call = entry, call
+        ctx.save_for_backward(*results, *tensors)
+        ctx.set_materialize_grads(False)
+        return results if wants_lse else results[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None = None) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        needs_grad = list(ctx.needs_input_grad)[3:]
+        return None, None, None, *_gradients(ctx.call, out, lse, do, dlse, tensors, needs_grad, ctx.entry)
+
+
+def _repeated_gradients(
+    entry: repeats.Entry,
+    call: _Call,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...] | None:
+    """The gradients of the query, the key and the value; None where the entry's launches do not fit."""
+    q, k, v, of_out, of_do = _swap_heads_and_rows(*tensors[:3], out, do)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    repeat = entry.backwards.get(deterministic)
+    captured = tuple(tensors[3:])
+    if repeat is None:
+        given = call.of_kernels(Arguments(captured, call.integers))
+        repeat = entry.kernels.prepare_backward(q, k, v, *given, deterministic) or (lambda *_: None)
+        entry.backwards[deterministic] = repeat
+    found = repeat(q, k, v, of_out, lse, of_do, captured, call.block_mask, call.documents)
+    return None if found is None else _swap_heads_and_rows(*found)

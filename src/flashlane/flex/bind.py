@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashlane.flex.expression import Expression, is_constant, rewrite
 from flashlane.flex.fingerprint import fingerprint
+from flashlane.flex.guards import FunctionGuard, Tensors, function_guard
 from flashlane.flex.program import Arguments, Program, captured
 from flashlane.flex.trace import Traced, trace
 
@@ -93,6 +95,96 @@ def bind(
         mask = None
     on_device = tuple(t if t.device == device else _moved_to(t, device) for t in tensors)
     return _program(score, mask, captured(on_device), len(integers)), Arguments(on_device, tuple(integers))
+
+
+# --- calls like an earlier one
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """One of the two functions of a :class:`Binding`."""
+
+    guard: FunctionGuard
+    translation: Traced
+    places: tuple[int, ...]
+    """Those of the translation's leaves among the tensors that the guard gives."""
+
+    def read(self, given: Tensors) -> Tensors:
+        """The tensors that the function's program reads."""
+        return self.translation.tensors([given[i] for i in self.places])
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What :func:`bind` does again for functions like those of an earlier call: it takes their tensors."""
+
+    halves: tuple[_Half | None, _Half | None]
+    """Of the score and of the mask function; None: there is no such function."""
+    shared: tuple[int | None, ...]
+    """For each tensor of the mask function its place among those of the score function, if it is one of them."""
+    kept: tuple[int, ...]
+    """Which tensors of both programs are arguments: one that both read is one argument."""
+
+    def captured(self, score_mod: Any, mask_mod: Any) -> tuple[Tensors, Tensors] | None:
+        """The tensors that a call's functions refer to; None where the functions are not like those that were bound.
+
+        Whether the tensors are like the earlier ones is for the caller to see.
+        """
+        found: list[Tensors] = []
+        for half, function in zip(self.halves, (score_mod, mask_mod), strict=True):
+            given = () if half is None and function is None else None if half is None else half.guard(function)
+            if given is None:
+                return None
+            found.append(given)
+        of_score, of_mask = found
+        return (of_score, of_mask) if _shared(of_score, of_mask) == self.shared else None
+
+    @property
+    def computes(self) -> bool:
+        """Whether torch operations on captured tensors make arguments."""
+        return any(half is not None and half.translation.prelude is not None for half in self.halves)
+
+    def arguments(self, captured: tuple[Tensors, Tensors]) -> Tensors:
+        """The argument tensors of the program, from what :meth:`captured` gave."""
+        read = [t for half, given in zip(self.halves, captured, strict=True) if half for t in half.read(given)]
+        return tuple([read[i] for i in self.kept])
+
+
+def binding_of(score_mod: Any, mask_mod: Any, device: torch.device) -> Binding | None:
+    """The binding of a call's functions, after :func:`bind` of them with f32 scores.
+
+    None where a function has no guard, or where one of its tensors is on another device.
+    """
+    halves: list[_Half | None] = []
+    for function, kind in ((score_mod, "score_mod"), (mask_mod, "mask_mod")):
+        half = None
+        if function is not None:
+            code, guard = fingerprint(function), function_guard(function)
+            if code is None or guard is None:
+                return None
+            key = code.key, kind, device, "f32"
+            found = _traced.get(key if key in _traced and not code.reads_shapes else (*key, code.shapes))
+            if found is None:
+                return None
+            half = _Half(guard, *found)
+        halves.append(half)
+    given = [() if half is None else half.guard(f) for half, f in zip(halves, (score_mod, mask_mod), strict=True)]
+    if None in given:
+        return None
+    read = [t for half, tensors in zip(halves, given, strict=True) if half for t in half.read(tensors)]
+    if any(t.device != device for t in read):
+        return None
+    kept = [i for i, t in enumerate(read) if all(t is not other for other in read[:i])]
+    return Binding(tuple(halves), _shared(*given), tuple(kept))  # type: ignore[arg-type]
+
+
+def _shared(of_score: Tensors, of_mask: Tensors) -> tuple[int | None, ...]:
+    if not of_score or not of_mask:
+        return (None,) * len(of_mask)
+    return tuple([next((i for i, other in enumerate(of_score) if other is t), None) for t in of_mask])
+
+
+# --- programs of this call
 
 
 def _moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 MOST_ITEMS = 256
 """A function that refers to a container of more items has no fingerprint."""
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
 _MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
 """Modules whose attributes are assumed not to change."""
 
@@ -59,7 +59,7 @@ class _Walk:
         self.reads_shapes = False
 
     def value(self, value: Any) -> Hashable:
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return type(value), repr(value) if isinstance(value, float) else value
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
@@ -78,32 +78,27 @@ class _Walk:
         return "tensor", at, type(tensor), tensor.dtype, tensor.ndim, tensor.device, tensor.requires_grad
 
     def compound(self, value: Any) -> Hashable:
-        if isinstance(value, types.FunctionType):
+        kind = kind_of(value)
+        if kind == "function":
             return self.function(value)
-        if isinstance(value, types.MethodType):
-            return "method", self.value(value.__func__), self.value(value.__self__)
-        if isinstance(value, functools.partial):
-            return "partial", self.value(value.func), self.value(value.args), self.value(value.keywords)
-        if isinstance(value, types.ModuleType):
-            if value.__name__.split(".")[0] not in _MODULES:
-                raise Unknown
-            return "module", value.__name__
-        if isinstance(value, (tuple, list, dict, set, frozenset)):
+        if kind == "module":
+            return kind, value.__name__
+        if kind == "container":
             return self.container(value)
-        if isinstance(value, type) or (callable(value) and getattr(value, "__dict__", None) is None):
-            return "object", id(value)  # classes and builtin functions
-        of_torch = type(value).__module__.split(".")[0] in ("torch", "builtins")
-        if of_torch and callable(value) and not isinstance(value, torch.nn.Module):
-            return "object", id(value)  # operators and their overloads
-        if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
-            raise Unknown
-        return "instance", type(value), self.container(vars(value))
+        if kind == "object":
+            return kind, id(value)
+        if kind == "instance":
+            return kind, type(value), self.container(vars(value))
+        return kind, *(self.value(getattr(value, name)) for name in PARTS[kind])
 
     def container(self, value: Any) -> Hashable:
-        if len(value) > MOST_ITEMS or isinstance(value, (set, frozenset)):
-            raise Unknown
+        check_size(value)
         if isinstance(value, dict):
             return "dict", tuple((self.value(key), self.value(item)) for key, item in value.items())
+        if isinstance(value, (set, frozenset)):
+            if not all(isinstance(item, PLAIN) for item in value):  # such items have no order of their own
+                raise Unknown
+            return type(value), frozenset(map(self.value, value))
         return type(value), tuple(self.value(item) for item in value)
 
     def function(self, function: types.FunctionType) -> Hashable:
@@ -114,7 +109,7 @@ class _Walk:
             except ValueError:  # the cell is empty
                 cells.append("empty")
         named = []
-        names = set(_names(function.__code__))
+        names = set(names_of(function.__code__))
         self.reads_shapes |= not names.isdisjoint(_SHAPES)
         for name in sorted(names):
             if name in function.__globals__:
@@ -125,8 +120,50 @@ class _Walk:
         return "function", function.__code__, tuple(cells), tuple(named), defaults
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_of(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in code, and in the functions that it makes."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+            yield from names_of(inner)
+
+
+PARTS = {"method": ("__func__", "__self__"), "partial": ("func", "args", "keywords")}
+"""Of values of these kinds, the attributes that decide what they do."""
+
+
+def kind_of(value: Any) -> str:
+    """How a value that is neither a plain one nor a tensor is compared with others.
+
+    One of ``function``, ``method``, ``partial``, ``module``, ``container``, ``object`` (it equals only itself) and
+    ``instance`` (by its class and attributes).
+
+    Raises:
+        Unknown: it cannot be.
+    """
+    if isinstance(value, types.FunctionType):
+        return "function"
+    if isinstance(value, types.MethodType):
+        return "method"
+    if isinstance(value, functools.partial):
+        return "partial"
+    if isinstance(value, types.ModuleType):
+        if value.__name__.split(".")[0] not in _MODULES:
+            raise Unknown
+        return "module"
+    if isinstance(value, (tuple, list, dict, set, frozenset)):
+        return "container"
+    if isinstance(value, type) or (callable(value) and getattr(value, "__dict__", None) is None):
+        return "object"  # classes and builtin functions
+    of_torch = type(value).__module__.split(".")[0] in ("torch", "builtins")
+    if of_torch and callable(value) and not isinstance(value, torch.nn.Module):
+        return "object"  # operators and their overloads
+    if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
+        raise Unknown
+    return "instance"
+
+
+def check_size(container: Any) -> None:
+    """Raise :class:`Unknown` for a container that is too large to be compared at each call."""
+    if len(container) > MOST_ITEMS:
+        raise Unknown

@@ -90,8 +90,18 @@ class Program:
         return self.score is not None and any(e.op == "tanh" for e in nodes(self.score))
 
     def without_mask(self) -> Program:
-        """The same score, with every pair visible."""
-        return dataclasses.replace(self, mask=None)
+        """The same score, with every pair visible; the same object at each call, whose key is hashed once."""
+        return self._without_mask
+
+    @functools.cached_property
+    def _without_mask(self) -> Program:
+        return self if self.mask is None else dataclasses.replace(self, mask=None)
+
+    @functools.cached_property
+    def read_by_mask(self) -> tuple[int, ...]:
+        """Which of the captured tensors the mask reads."""
+        loads = {e.value for e in nodes(self.mask) if e.op == "load"} if self.mask is not None else set()
+        return tuple(i for i in range(len(self.captured)) if i in loads)
 
     def inputs(self) -> set[str]:
         """The names of the inputs (``score``, ``b``, ``h``, ``q``, ``kv``) that the score or the mask depends on."""

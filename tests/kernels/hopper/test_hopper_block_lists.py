@@ -147,10 +147,10 @@ def test_the_order_of_tiles_and_the_number_of_each_addition_to_a_block(case: Cas
 
 def test_steps_between_lists_are_zero_where_all_have_the_same() -> None:
     lists, _ = lists_of(CASES[1], True)
-    params = lists.params()
+    params = lists.params
     assert (params.batch, params.head, params.order_batch, params.order_head) == (0, 0, 0, 0)
     lists, _ = lists_of(CASES[6], True)
-    tiles, params = lists.counts.shape[2], lists.params()
+    tiles, params = lists.counts.shape[2], lists.params
     assert (params.batch, params.head, params.order_batch, params.order_head) == (HEADS * tiles, tiles, tiles, 0)
     assert params.pitch == lists.entries.shape[-1]
 

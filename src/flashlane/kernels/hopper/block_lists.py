@@ -8,6 +8,7 @@ may have more rows than the mask's blocks. Device code: ``attention/block_list.c
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +56,7 @@ class BlockLists:
     bits: MaskBitsParams = field(default_factory=MaskBitsParams)
     """Where the bits of partial units are. It holds addresses, so the bits must live as long as the lists."""
 
+    @functools.cached_property
     def params(self) -> BlockListParams:
         """The kernel's parameter. It holds addresses, so the lists must outlive the launch."""
         _, _, tiles = self.counts.shape

@@ -17,7 +17,6 @@ import torch
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.ranges import QueryRanges
-from flashlane.core.registry import RepeatBackward
 from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.jit.launch import Dim3
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
@@ -382,12 +381,15 @@ class PreparedBackward:
         names = (*addresses, *self.workspace.offsets)
         block.set_pointers(names, (*addresses.values(), *map(workspace.__add__, self.offsets)))
 
-    def repeated(self, device: torch.device, dtype: torch.dtype) -> RepeatBackward:
-        """What :meth:`launch` is for calls that run often: see ``BackwardKernel.prepare``."""
+    def repeated(self, device: torch.device, dtype: torch.dtype) -> Callable[..., Any]:
+        """What :meth:`launch` is for calls that run often: see ``BackwardKernel.prepare``.
+
+        The function takes ``complete`` besides, as :meth:`launch` does.
+        """
         make, words = launch.allocator(device), ((self.workspace.words,), (1,), torch.float32)
         (dq_shape, dq_stride), (dk_shape, dk_stride), (dv_shape, dv_stride) = self.gradients
         index, current_device, stream_of = self.device, launch.device_getter(), launch.stream_getter()
-        of_keys = self.dtype_of_keys(dtype)
+        of_keys, kernels = self.dtype_of_keys(dtype), len(self.schedule.gradients)
         names = ("out", "lse_in", "dout", "dq", "dk", "dv", *self.workspace.offsets)
         names += ("dlogit_partials",) * has_row_gradients(self.problem)
         offsets, count, stores_by_tma = self.offsets, self.rows.of_a_head, self.config.stores_by_tma
@@ -406,6 +408,7 @@ class PreparedBackward:
             do: torch.Tensor,
             dq: torch.Tensor | None = None,
             inputs: Inputs | None = None,
+            complete: Callable[[int, BackwardParams], None] | None = None,
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Gradients | None:
             nonlocal latest
             key = at_q, at_k, at_v, at_do = q.data_ptr(), k.data_ptr(), v.data_ptr(), do.data_ptr()
@@ -443,6 +446,9 @@ class PreparedBackward:
                 block.held = pointers
             if inputs is not None:
                 self._point_to(block, plain)
+            if complete is not None:
+                for number in range(kernels):
+                    complete(number, block.params[1 + number])
             block.enqueue(stream_of(index))
             plan.release(key, block)
             if inputs is None:

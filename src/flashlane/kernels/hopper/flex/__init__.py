@@ -15,10 +15,18 @@ from flashlane.flex.packed import Documents
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.config import GradientConfig
 from flashlane.kernels.hopper.flex import run_backward, run_forward, run_packed
-from flashlane.kernels.hopper.flex.problem import BlockMask, Program, Window, readable, refusal
+from flashlane.kernels.hopper.flex.problem import (
+    BlockMask,
+    Program,
+    RepeatBackward,
+    RepeatForward,
+    Window,
+    readable,
+    refusal,
+)
 from flashlane.kernels.hopper.forward.config import HopperConfig
 
-__all__ = ["backward", "forward", "supports"]
+__all__ = ["backward", "forward", "prepare_backward", "prepare_forward", "supports"]
 
 
 def supports(
@@ -125,6 +133,65 @@ def backward(
     if k.shape[0] != q.shape[0]:
         dk, dv = (gradient.float().sum(0, keepdim=True).to(k.dtype) for gradient in (dk, dv))
     return dq, dk, dv
+
+
+def prepare_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    program: Program,
+    captured: Any,
+    block_mask: BlockMask | None,
+    scale: float,
+    window: Window,
+    documents: Documents | None,
+) -> RepeatForward | None:
+    """What repeats a :func:`forward` of these arguments for calls that differ in addresses, and in what tensors hold.
+
+    It keeps neither a tensor nor the mask, and checks nothing again but what tensors may change: the lists and the bits
+    of a mask are made again where the mask's tensors have changed.
+
+    Returns:
+        A function of q, k and v ``(b, h, s, d)``, of which it reads the addresses, of the tensors of the program's
+        arguments, and of the block mask and the documents. Its results are the output, with its axes in this order, and
+        the LSE; None, and nothing was done, where :func:`forward` must run the call. None: there is no such function.
+    """
+    if q.numel() == 0 or k.numel() == 0 or not _read_as_they_are(q, k, v):
+        return None
+    if documents is not None:
+        return run_packed.prepare_forward(q, k, v, documents, scale)
+    return run_forward.prepare(q, k, v, program, captured, block_mask, scale, window)
+
+
+def prepare_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    program: Program,
+    captured: Any,
+    block_mask: BlockMask | None,
+    scale: float,
+    window: Window,
+    documents: Documents | None,
+    deterministic: bool,
+) -> RepeatBackward | None:
+    """What :func:`prepare_forward` is for :func:`backward` without a gradient of the LSE.
+
+    Returns:
+        A function of q, k, v, the output, the LSE, the output's gradient, all ``(b, s, h, d)`` but for the LSE, and of
+        the last three arguments of the forward's function. It gives the gradients of q, k and v, or None. None: there
+        is no such function.
+    """
+    if q.numel() == 0 or k.numel() == 0 or not _read_as_they_are(q, k, v):
+        return None
+    if documents is not None:
+        return run_packed.prepare_backward(q, k, v, documents, scale, deterministic)
+    return run_backward.prepare(q, k, v, program, captured, block_mask, scale, window, deterministic)
+
+
+def _read_as_they_are(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the kernels read the tensors themselves, and no copies."""
+    return k.shape[0] == q.shape[0] and all(readable(t) is t for t in (q, k, v))
 
 
 def _of_one_batch(q: torch.Tensor, *keys: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -64,7 +64,7 @@ class UnitMask:
     """The stream on which it was made."""
 
     def __post_init__(self) -> None:
-        self.stream = torch.cuda.current_stream(self.states.device)
+        self.stream = launch.current_stream(self.states.device)
 
     def bits(self, words: torch.Tensor | None) -> MaskBitsParams:
         """The bits as a kernel is given them."""
@@ -77,7 +77,7 @@ class UnitMask:
 
     def cached_lists(self, key: tuple[Any, ...], make: Callable[[], BlockLists]) -> BlockLists:
         """What ``make`` gives, made once for a key, for kernels on the current stream."""
-        lists, stream = self.lists.get(key), torch.cuda.current_stream(self.states.device)
+        lists, stream = self.lists.get(key), launch.current_stream(self.states.device)
         if lists is None:
             lists = self.lists[key] = make()
             stream.synchronize()  # other streams may be the next to read it
@@ -102,28 +102,33 @@ def unit_mask(mask: BlockMask, program: Program, captured: Any, problem: Attenti
         problem: the call.
     """
     tensors = tuple(getattr(captured, "tensors", captured) or ())
-    if any(t.is_inference() for t in tensors):  # nothing says whether they have changed
-        return _unit_mask(mask, program, captured, problem, tensors)
-    read = tuple((t.data_ptr(), t._version, t.shape, t.stride()) for t in tensors)
-    key = program, read, tuple(getattr(captured, "integers", ())), problem.batch, problem.heads
+    lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    # A score's tensors do not count: an optimizer writes them at each step.
+    of_mask = [tensors[i] for i in program.read_by_mask]
+    read = tuple([t for t in (*lists, *of_mask) if t is not None])
+    if any(t.is_inference() for t in of_mask):  # nothing says whether they have changed
+        return _unit_mask(mask, program, captured, problem, read)
+    states = tuple([(t.data_ptr(), 0 if t.is_inference() else t._version, t.shape, t.stride()) for t in read])
+    key = program, states, tuple(getattr(captured, "integers", ())), problem.batch, problem.heads
     key += problem.seqlen_q, problem.seqlen_k
-    of_mask = _unit_masks.setdefault(mask, {})
-    if key not in of_mask:
-        while len(of_mask) >= MASKS_KEPT:
-            del of_mask[next(iter(of_mask))]
-        of_mask[key] = _unit_mask(mask, program, captured, problem, tensors)
-    return of_mask[key]
+    known = _unit_masks.setdefault(mask, {})
+    found = known.get(key)
+    if found is None:
+        while len(known) >= MASKS_KEPT:
+            del known[next(iter(known))]
+        found = known[key] = _unit_mask(mask, program, captured, problem, read)
+    return found
 
 
 def _unit_mask(
-    mask: BlockMask, program: Program, captured: Any, problem: AttentionProblem, tensors: tuple[torch.Tensor, ...]
+    mask: BlockMask, program: Program, captured: Any, problem: AttentionProblem, read: tuple[torch.Tensor, ...]
 ) -> UnitMask:
     lengths = problem.seqlen_q, problem.seqlen_k
     given = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     states = unit_states(*given, tuple(mask.BLOCK_SIZE), lengths)
     if program.mask is None:
         states = torch.where(states == PARTIAL, FULL, states)
-        return UnitMask(_ending_inside(states, lengths[1]))
+        return UnitMask(_ending_inside(states, lengths[1]), read=read)
     asked = program.mask_inputs()
     batch, heads = (
         size if name in asked else size_of_states
@@ -135,8 +140,8 @@ def _unit_mask(
         looked_at[..., -1] |= states[..., -1] == FULL
     units = looked_at.flatten().nonzero().flatten()
     if len(units) * SLOT_BYTES > MOST_BYTES:
-        return UnitMask(_ending_inside(states, lengths[1]))
-    return _with_bits(UnitMask(states, read=tensors), units, program, captured, lengths)
+        return UnitMask(_ending_inside(states, lengths[1]), read=read)
+    return _with_bits(UnitMask(states, read=read), units, program, captured, lengths)
 
 
 def _ending_inside(states: torch.Tensor, keys: int) -> torch.Tensor:

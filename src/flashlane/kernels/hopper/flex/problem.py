@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from flashlane.core.problem import DTYPE_NAMES, AttentionProblem
 from flashlane.flex.layout import empty_in_order
+from flashlane.flex.packed import Documents
 from flashlane.jit import tensormap
 from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.hopper.arch import ARCH
@@ -33,6 +36,8 @@ class Program(Protocol):
     """None unless it is a multiple of the score plus a multiple of the distance."""
     centre: float | None
     """A number near which all scores are; None where they may be anywhere."""
+    read_by_mask: tuple[int, ...]
+    """Which of its captured tensors the mask reads."""
 
     def mask_inputs(self) -> set[str]:
         """Which of ``b``, ``h``, ``q`` and ``kv`` the mask depends on."""
@@ -62,6 +67,24 @@ class BlockMask(Protocol):
     kv_indices: torch.Tensor
     full_kv_num_blocks: torch.Tensor | None
     full_kv_indices: torch.Tensor | None
+
+
+class RepeatForward(Protocol):
+    """See :func:`flashlane.kernels.hopper.flex.prepare_forward`."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: tuple[torch.Tensor, ...],
+        block_mask: BlockMask | None, documents: Documents | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None: ...  # fmt: skip
+
+
+class RepeatBackward(Protocol):
+    """See :func:`flashlane.kernels.hopper.flex.prepare_backward`."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+        do: torch.Tensor, tensors: tuple[torch.Tensor, ...], block_mask: BlockMask | None, documents: Documents | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None: ...  # fmt: skip
 
 
 def refusal(
@@ -149,3 +172,24 @@ def kernel_arguments(program: Program, captured: Any, mask_bits: bool) -> ctypes
     if program.score is None and (mask_bits or program.mask is None):
         return _NoArguments()
     return program.without_mask().params(captured) if mask_bits else program.params(captured)
+
+
+def arguments_setter(arguments: ctypes.Structure) -> Callable[[Any, tuple[torch.Tensor, ...]], None] | None:
+    """What sets a launch's program arguments to these, with the addresses of other tensors of the same layout.
+
+    Args:
+        arguments: of :func:`kernel_arguments`, whose tensors may be gone since.
+
+    Returns:
+        A function of a launch's parameters and the tensors; None where the kernel has no program.
+    """
+    if isinstance(arguments, _NoArguments):
+        return None
+    # The addresses are the first field: program.py.
+    packs = [struct.Struct(f"{count}P").pack_into for count in range(len(arguments.data) + 1)]  # type: ignore[attr-defined]
+
+    def set_arguments(params: Any, tensors: tuple[torch.Tensor, ...]) -> None:
+        params.program = arguments
+        packs[len(tensors)](params, type(params).program.offset, *[t.data_ptr() for t in tensors])
+
+    return set_arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.flex.program import Arguments
 from flashlane.jit import launch, shared_limit
 from flashlane.kernels.hopper.arch import ARCH, L2_BYTES
 from flashlane.kernels.hopper.backward import select
@@ -17,11 +19,13 @@ from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.tiles import NARROW_STEP, least_work
 from flashlane.kernels.hopper.block_lists import UNIT
-from flashlane.kernels.hopper.flex.masks import backward_lists, unit_mask
+from flashlane.kernels.hopper.flex.masks import UnitMask, backward_lists, unit_mask
 from flashlane.kernels.hopper.flex.problem import (
     BlockMask,
     Program,
+    RepeatBackward,
     Window,
+    arguments_setter,
     kernel_arguments,
     kernel_header,
     problem_of,
@@ -119,6 +123,19 @@ def _plan(
     return PreparedBackward(config, schedule, problem, q_shape, k_shape, device, program)
 
 
+def _prepared(
+    q: torch.Tensor, k: torch.Tensor, problem: AttentionProblem, program: Program, captured: Any,
+    block_mask: BlockMask | None, config: GradientConfig | None,
+) -> tuple[PreparedBackward, ctypes.Structure, UnitMask | None]:  # fmt: skip
+    """The plan of a call, what its program reads, and its mask in units."""
+    block = None if block_mask is None else tuple(block_mask.BLOCK_SIZE)
+    in_units = None if block_mask is None else unit_mask(block_mask, program, captured, problem)
+    bits = in_units is not None and in_units.slots is not None
+    config = config or config_of(problem, program, block, bits)
+    arguments = kernel_arguments(program, captured, bits)
+    return _plan(config, problem, q.shape, k.shape, q.device.index, type(arguments)), arguments, in_units
+
+
 def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
     dlse: torch.Tensor | None, program: Program, captured: Any, block_mask: BlockMask | None, scale: float,
@@ -126,18 +143,13 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """:func:`~flashlane.kernels.hopper.flex.backward` of ``(b, s, h, d)`` tensors; the gradients are contiguous."""
     problem = problem_of(q, k, v, scale, window, deterministic)
-    block = None if block_mask is None else tuple(block_mask.BLOCK_SIZE)
-    in_units = None if block_mask is None else unit_mask(block_mask, program, captured, problem)
-    bits = in_units is not None and in_units.slots is not None
-    config = config or config_of(problem, program, block, bits)
-    arguments = kernel_arguments(program, captured, bits)
-    plan = _plan(config, problem, q.shape, k.shape, q.device.index, type(arguments))
-    lists = None if in_units is None else backward_lists(in_units, config, problem)
+    plan, arguments, in_units = _prepared(q, k, problem, program, captured, block_mask, config)
+    lists = None if in_units is None else backward_lists(in_units, plan.config, problem)
 
     def complete(number: int, params: Any) -> None:
         params.program = arguments
         if lists is not None:
-            params.lists = lists[number].params()
+            params.lists = lists[number].params
 
     with launch.on_device(plan.device):
         dq, dk, dv = plan.allocate(q)
@@ -147,3 +159,37 @@ def run(
         tensors = Tensors(Inputs(q, k, v), readable(out), lse.contiguous(), readable(dout), dlse, dq, dk, dv)
         plan.launch(tensors, complete)
     return dq, dk, dv
+
+
+def prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program, captured: Any, block_mask: BlockMask | None,
+    scale: float, window: Window, deterministic: bool,
+) -> RepeatBackward:  # fmt: skip
+    """:func:`~flashlane.kernels.hopper.flex.prepare_backward` of ``(b, s, h, d)`` tensors that TMA can read."""
+    problem = problem_of(q, k, v, scale, window, deterministic)
+    plan, arguments, in_units = _prepared(q, k, problem, program, captured, block_mask, None)
+    has_lists, has_bits = in_units is not None, in_units is not None and in_units.slots is not None
+    set_arguments, repeated = arguments_setter(arguments), plan.repeated(q.device, q.dtype)
+    integers = tuple(captured.integers)
+    del in_units
+
+    def repeat(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...], block_mask: Any, documents: Any,
+    ) -> Any:  # fmt: skip
+        lists: list[Any] = []
+        if has_lists:
+            in_units = unit_mask(block_mask, program, Arguments(tensors, integers), problem)
+            if (in_units.slots is not None) != has_bits:
+                return None
+            lists = [each.params for each in backward_lists(in_units, plan.config, problem)]
+
+        def complete(number: int, params: Any) -> None:
+            if set_arguments is not None:
+                set_arguments(params, tensors)
+            if lists:
+                params.lists = lists[number]
+
+        return repeated(q, k, v, out, lse, do, complete=complete)
+
+    return repeat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from dataclasses import asdict, replace
@@ -11,13 +12,16 @@ import torch
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.flex.layout import empty_in_order
-from flashlane.jit import launch, shared_limit
+from flashlane.flex.program import Arguments
+from flashlane.jit import launch, shared_limit, tensormap
 from flashlane.kernels.hopper.arch import ARCH, L2_BYTES, SMS
 from flashlane.kernels.hopper.flex.masks import forward_lists, unit_mask
 from flashlane.kernels.hopper.flex.problem import (
     BlockMask,
     Program,
+    RepeatForward,
     Window,
+    arguments_setter,
     kernel_arguments,
     kernel_header,
     needs_no_maximum,
@@ -121,6 +125,14 @@ def _plan(config: HopperConfig, problem: AttentionProblem, *tensors_and_device: 
     return PreparedForward(config, problem, *tensors_and_device)
 
 
+def _plan_of(
+    config: HopperConfig, problem: AttentionProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    out: torch.Tensor, arguments: ctypes.Structure,
+) -> PreparedForward:  # fmt: skip
+    shapes_and_strides = q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride()
+    return _plan(config, problem, *shapes_and_strides, q.device.index, type(arguments))
+
+
 def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program, captured: Any, block_mask: BlockMask | None,
     scale: float, window: Window, config: HopperConfig | None,
@@ -140,17 +152,62 @@ def run(
             f"config has n-blocks of {config.block_n} keys; they must divide the mask's blocks of {block[1]}"
         )
     arguments = kernel_arguments(program, captured, bits)
-    plan = _plan(
-        config, problem, q.shape, k.shape, q.stride(), k.stride(), v.stride(), out.shape, out.stride(), q.device.index,
-        type(arguments),
-    )  # fmt: skip
+    plan = _plan_of(config, problem, q, k, v, out, arguments)
     lists = None if in_units is None else forward_lists(in_units, config)
 
     def complete(params: Any) -> None:
         params.program = arguments
         if lists is not None:
-            params.lists = lists.params()
+            params.lists = lists.params
 
     with launch.on_device(plan.device):
         plan.launch(q, k, v, out, lse, (q.data_ptr(), k.data_ptr(), v.data_ptr()), complete=complete)
     return out, lse
+
+
+def prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program, captured: Any, block_mask: BlockMask | None,
+    scale: float, window: Window,
+) -> RepeatForward:  # fmt: skip
+    """:func:`~flashlane.kernels.hopper.flex.prepare_forward` of ``(b, s, h, d)`` tensors that TMA can read."""
+    problem = problem_of(q, k, v, scale, window)
+    block = None if block_mask is None else tuple(block_mask.BLOCK_SIZE)
+    has_bits = block_mask is not None and unit_mask(block_mask, program, captured, problem).slots is not None
+    config = config_of(problem, program, block, has_bits)
+    arguments = kernel_arguments(program, captured, has_bits)
+    like_out = empty_in_order(q, v.shape[-1])
+    plan, set_arguments = _plan_of(config, problem, q, k, v, like_out, arguments), arguments_setter(arguments)
+    like_out = like_out.transpose(1, 2)
+    out_size, out_stride, out_dtype = tuple(like_out.shape), like_out.stride(), like_out.dtype
+    lse_size, lse_stride = out_size[:3], launch.packed(out_size[:3])
+    empty, index, current_device = launch.allocator(q.device), q.device.index, launch.device_getter()
+    integers = tuple(captured.integers)
+
+    def repeat(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: tuple[torch.Tensor, ...], block_mask: Any,
+        documents: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return repeat(q, k, v, tensors, block_mask, documents)
+        addresses = at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (at_q | at_k | at_v) % tensormap.ALIGNMENT:
+            return None
+        lists = None
+        if block is not None:
+            in_units = unit_mask(block_mask, program, Arguments(tensors, integers), problem)
+            if (in_units.slots is not None) != has_bits:
+                return None
+            lists = forward_lists(in_units, config).params
+        out, lse = empty(out_size, out_stride, out_dtype), empty(lse_size, lse_stride, torch.float32)
+
+        def complete(params: Any) -> None:
+            if set_arguments is not None:
+                set_arguments(params, tensors)
+            if lists is not None:
+                params.lists = lists
+
+        plan.launch(q, k, v, out, lse, addresses, complete=complete)
+        return out, lse
+
+    return repeat

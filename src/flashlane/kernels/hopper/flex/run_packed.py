@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.flex.layout import empty_in_order
 from flashlane.flex.packed import Documents
+from flashlane.jit import launch, tensormap
 from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.backward.kernel import KERNEL as BACKWARD
 from flashlane.kernels.hopper.backward.kernel import hopper_backward
+from flashlane.kernels.hopper.flex.problem import RepeatBackward, RepeatForward
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 
 
@@ -33,11 +38,62 @@ def backward(
     return found.q[None], found.k[None], found.v[None]
 
 
-def _inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> Inputs:
+def prepare_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float
+) -> RepeatForward:
+    """:func:`~flashlane.kernels.hopper.flex.prepare_forward` of one batch row ``(1, s, h, d)`` of packed documents."""
+    like_out = empty_in_order(q, v.shape[-1])
+    like_lse = torch.empty((q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    launches = KERNEL.prepare(_problem(q, k, v, documents, scale), _inputs(q, k, v, documents), like_out[0], like_lse)
+    like_out = like_out.transpose(1, 2)
+    out_size, out_stride, out_dtype = tuple(like_out.shape), like_out.stride(), like_out.dtype
+    lse_size, lse_stride = out_size[:3], launch.packed(out_size[:3])
+    empty, index, current_device = launch.allocator(q.device), q.device.index, launch.device_getter()
+
+    def repeat(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Any, block_mask: Any, documents: Documents
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if current_device() != index:
+            with torch.cuda.device(index):
+                return repeat(q, k, v, tensors, block_mask, documents)
+        addresses = at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (at_q | at_k | at_v) % tensormap.ALIGNMENT:
+            return None
+        out, lse = empty(out_size, out_stride, out_dtype), empty(lse_size, lse_stride, torch.float32)
+        launches(q, k, v, out, lse, addresses, _with_lengths(q, k, v, documents))
+        return out, lse
+
+    return repeat
+
+
+def prepare_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float, deterministic: bool
+) -> RepeatBackward | None:
+    """:func:`~flashlane.kernels.hopper.flex.prepare_backward` of the same."""
+    problem = _problem(q, k, v, documents, scale, deterministic)
+    launches = BACKWARD.prepare(problem, _inputs(q, k, v, documents))
+    if launches is None:
+        return None
+
+    def repeat(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+        tensors: Any, block_mask: Any, documents: Documents,
+    ) -> Any:  # fmt: skip
+        q, k, v = q[0], k[0], v[0]
+        found = launches(q, k, v, out[0], lse[0], do[0], None, _with_lengths(q, k, v, documents))
+        return None if found is None else tuple([gradient[None] for gradient in found[:3]])
+
+    return repeat
+
+
+def _with_lengths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> Inputs:
+    """Inputs for the launches of :func:`prepare_forward` and of its backward, which read the lengths alone."""
     offsets, longest = documents.offsets, documents.longest
-    return Inputs(
-        q[0], k[0], v[0], cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest
-    )
+    return Inputs(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+
+
+def _inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> Inputs:
+    return _with_lengths(q[0], k[0], v[0], documents)
 
 
 def _problem(

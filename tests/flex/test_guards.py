@@ -1,0 +1,194 @@
+"""Guards of functions: they give the tensors of a function like the first one, and nothing of any other."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+
+from flashlane.flex.fingerprint import fingerprint
+from flashlane.flex.guards import function_guard, tensor_guard
+
+NUMBER, TABLE, absent = 3, torch.arange(4.0), None
+del absent
+
+
+def helper(x: Any) -> Any:
+    return x * NUMBER
+
+
+def made(captured: Any, default: Any = 1, *, named: Any = 2) -> Callable[..., Any]:
+    def score_mod(score, b, h, q, kv, default=default, *, named=named):
+        return helper(score) + captured + default + named
+
+    return score_mod
+
+
+class Bias(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.slope = torch.nn.Parameter(torch.randn(4)), 0.5
+
+    def score(self, score, b, h, q, kv):
+        return score + self.table[h] * self.slope
+
+
+def unlike(first: Any, second: Any) -> None:
+    """The guard of the first refuses the second, as their fingerprints differ."""
+    guard = function_guard(first)
+    assert guard is not None and guard(first) is not None
+    assert fingerprint(first).key != fingerprint(second).key
+    assert guard(second) is None
+
+
+VALUES = [
+    (1, 2), (1, True), (1, 1.0), (0.0, -0.0), (1.5, 2.5), ("a", "b"), (None, 0), ((1, 2), (1, 3)), ((1, 2), [1, 2]),
+    ([1], [1, 1]), ({"a": 1}, {"a": 2}), ({"a": 1}, {"b": 1}), ({"a", "b"}, {"a"}), (torch.float32, torch.float64),
+    (math.sin, math.cos), (torch.exp, torch.log), (int, float), (math, torch), (made(1), made(2)),
+    (functools.partial(helper, 1), functools.partial(helper, 2)), (torch.zeros(3), 3.0), ([torch.zeros(1)], [1.0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["a closure", "a default", "a named default"])
+@pytest.mark.parametrize("pair", VALUES, ids=lambda pair: f"{pair[0]!s:.20} {pair[1]!s:.20}")
+def test_another_value_is_another_function(pair: tuple[Any, Any], place: str) -> None:
+    first, second = (
+        made(value) if place == "a closure" else made(0, value) if place == "a default" else made(0, named=value)
+        for value in pair
+    )
+    unlike(first, second)
+    unlike(second, first)
+
+
+def test_equal_values_are_the_same_function() -> None:
+    for value in (1, 1.5, float("nan"), "text", (1, [2.5, "x"]), {"a": (1,)}, {"a", "b"}, None, torch.exp, made(7)):
+        guard = function_guard(made(value))
+        assert guard(made(value)) == ()
+    assert function_guard(made(10**9))(made(int("1000000000"))) == (), "an equal number that is another object"
+
+
+def test_a_closure_a_default_and_a_global_that_are_changed_in_place_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [1.0]
+    function = made(held)
+    guard = function_guard(function)
+    assert guard(function) == ()
+    held[0] = 2.0
+    assert guard(function) is None
+    held[0] = 1.0
+    function.__closure__[0].cell_contents = [1.0]
+    assert guard(function) == ()
+    function.__defaults__ = (5,)
+    assert guard(function) is None
+    function.__defaults__ = (1,)
+    function.__kwdefaults__["named"] = 3
+    assert guard(function) is None
+    function.__kwdefaults__["named"] = 2
+    assert guard(function) == ()
+    monkeypatch.setitem(globals(), "NUMBER", 4)  # which the function that it calls reads
+    assert guard(function) is None
+    monkeypatch.setitem(globals(), "NUMBER", 3)
+    assert guard(function) == ()
+    monkeypatch.setitem(globals(), "helper", lambda x: x * NUMBER)
+    assert guard(function) is None
+
+
+def test_a_global_that_appears_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def score_mod(score, b, h, q, kv):
+        return abs(score) + len((1, 2))
+
+    guard = function_guard(score_mod)
+    assert guard(score_mod) == ()
+    monkeypatch.setitem(globals(), "len", lambda x: 7)
+    assert guard(score_mod) is None
+
+
+def test_other_code_and_code_in_another_module_are_seen() -> None:
+    first, second = (eval(text) for text in ("lambda s, b, h, q, kv: s + 1", "lambda s, b, h, q, kv: s + 2"))
+    unlike(first, second)
+    elsewhere = FunctionType(made(0).__code__, {"helper": abs}, closure=made(0).__closure__, argdefs=(1,))
+    elsewhere.__kwdefaults__ = {"named": 2}
+    unlike(made(0), elsewhere)
+
+
+def test_tensors_come_in_the_order_of_the_fingerprint() -> None:
+    a, b = torch.zeros(2), torch.ones(3)
+    function = made((a, {"x": b, "y": a}), b)
+    guard = function_guard(function)
+    found = guard(function)
+    assert len(found) == 2 and all(x is y for x, y in zip(found, fingerprint(function).tensors, strict=True))
+    other = torch.ones(4)
+    assert [t is u for t, u in zip(guard(made((a, {"x": other, "y": a}), other)), (a, other), strict=True)] == [
+        True
+    ] * 2
+    assert guard(made((a, {"x": b, "y": b}), b)) is None, "a tensor in the place of another"
+    assert guard(made((a, {"x": a, "y": a}), a)) is None, "one tensor in two places that had two"
+
+
+def test_modules_methods_and_partials() -> None:
+    module = Bias()
+    for function in (module.score, functools.partial(lambda m, s, *at: m.score(s, *at), module)):
+        guard = function_guard(function)
+        assert guard(function) == (module.table,)
+        module.slope = 0.25
+        assert guard(function) is None
+        module.slope = 0.5
+        assert guard(function) == (module.table,)
+    old, module.table = module.table, torch.nn.Parameter(torch.randn(4))
+    assert guard(function) == (module.table,) and module.table is not old
+    module.register_buffer("more", torch.zeros(1))
+    assert guard(function) is None
+
+
+def test_what_has_no_fingerprint_or_is_not_compared_here_has_no_guard() -> None:
+    def calls_itself(score, b, h, q, kv):
+        return calls_itself if score is None else score
+
+    for value in (object.__new__(type("Slotted", (), {"__slots__": ()})), {1, 2}, {1: 2}, [0] * 1000):
+        assert function_guard(made(value)) is None
+    assert function_guard(calls_itself) is None
+
+
+def test_a_guard_takes_anything() -> None:
+    guard = function_guard(made((torch.zeros(2), [1])))
+    for other in (None, 3, "text", helper, made(1), made((1, [1])), made(None), functools.partial(helper), Bias()):
+        assert guard(other) is None
+
+
+def test_a_guard_keeps_no_tensor() -> None:
+    import gc
+    import weakref
+
+    tensor = torch.zeros(2)
+    gone, guard = weakref.ref(tensor), function_guard(made([tensor]))
+    del tensor
+    gc.collect()
+    assert gone() is None and guard is not None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(4)[::2], torch.zeros(2, requires_grad=True),
+        torch.nn.Parameter(torch.zeros(2), requires_grad=False), torch.zeros(1, 2),
+    ],
+    ids=["shape", "dtype", "strides", "gradient", "type", "dimensions"],
+)  # fmt: skip
+def test_tensors_that_are_unlike(other: torch.Tensor) -> None:
+    first = torch.ones(2)
+    guard = tensor_guard(first)
+    assert guard(torch.randn(2)) and not guard(other)
+    both = tensor_guard(first, torch.ones(5))
+    assert both(first, torch.zeros(5)) and not both(other, torch.zeros(5)) and not both(torch.zeros(5), first)
+
+
+def test_gradients_must_be_on_as_they_were() -> None:
+    leaf = torch.zeros(2, requires_grad=True)
+    guard = tensor_guard(leaf)
+    assert guard(leaf)
+    with torch.no_grad():
+        assert not guard(leaf)
