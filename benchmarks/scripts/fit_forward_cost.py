@@ -2,13 +2,14 @@
 
     PYTHONPATH=src python3 benchmarks/scripts/fit_forward_cost.py benchmarks/results/choices_forward.json [MORE …]
         [--unaligned benchmarks/results/choices_forward_unaligned.json]
-        [--out src/flashlane/kernels/hopper/forward/cost.json] [--held-out 5]
+        [--out src/flashlane/kernels/hopper/forward/cost.json] [--held-out 5] [--keep]
 
 The timings are those of ``time_choices.py`` at fitting seeds. Each shape of a class of head dims has three coefficients
 (a tile, an n-block, a masked n-block), all shapes share five more. What a problem's candidates have in common (the
 clock of the moment, the power that random data take) is no choice: each problem has an offset, which is dropped.
 Printed are the errors within problems and the regret: the chosen candidate's time over the fastest one's. With
-``--held-out K`` each K-th problem is left out of the fit, and their regret is printed apart.
+``--held-out K`` each K-th problem is left out of the fit, and their regret is printed apart. With ``--keep`` only the
+shapes of these timings are fitted; the other coefficients of the package stay, and so do those that all shapes share.
 """
 
 from __future__ import annotations
@@ -193,6 +194,19 @@ def fit_unaligned(rows: list[Row], traffic: cost.Traffic) -> cost.Traffic:
     return best
 
 
+def with_more(
+    arguments: argparse.Namespace, shapes: dict[str, list[float]], source: dict, summary: dict[str, float]
+) -> dict:
+    """The package's file with the coefficients of more shapes, and what these are fitted to."""
+    body = json.loads(arguments.out.read_text(encoding="utf-8"))
+    more = {"timings": [path.name for path in arguments.timings], "seed": source["seed"], "fit": summary}
+    more |= {"environment": {name: source["environment"].get(name) for name in ("device", "commit", "date")}}
+    more |= {"shapes": list(shapes)}
+    kept = [each for each in body.get("more", []) if each["timings"] != more["timings"]]
+    body["shapes"] = dict(sorted({**body["shapes"], **shapes}.items()))
+    return body | {"more": [*kept, more]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("timings", type=Path, nargs="+")
@@ -200,15 +214,16 @@ def main() -> int:
     parser.add_argument("--unaligned", type=Path, help="timings of time_choices.py --unaligned")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--held-out", type=int, default=0)
+    parser.add_argument("--keep", action="store_true", help="the package's other coefficients stay as they are")
     arguments = parser.parse_args()
     rows = [row for i, path in enumerate(arguments.timings) for row in rows_of(path, first=FILE * i)]
     held_out = [row for row in rows if arguments.held_out and row.number % arguments.held_out == 0]
     rows = [row for row in rows if row not in held_out] if held_out else rows
-    traffic, values = START, {}
+    traffic, values = cost.coefficients()[1] if arguments.keep else START, {}
     for _ in range(arguments.rounds):
         values = fit(rows, traffic, values)
         set_offsets(rows, errors_of(rows, values, traffic))
-        for name, tried in GRID.items():
+        for name, tried in () if arguments.keep else GRID.items():
             spread = {value: spread_of(rows, values, dataclasses.replace(traffic, **{name: value})) for value in tried}
             traffic = dataclasses.replace(traffic, **{name: min(spread, key=spread.get)})
         summary = print_regrets("fitted", rows, errors_of(rows, values, traffic))
@@ -227,6 +242,9 @@ def main() -> int:
     source = json.loads(arguments.timings[0].read_text())
     units = {row.name: row.unit for row in rows}
     shapes = {name: [round(float(x), 4) for x in np.exp(values[name]) * units[name]] for name in sorted(values)}
+    if arguments.keep:
+        write_atomically(arguments.out, json.dumps(with_more(arguments, shapes, source, summary), indent=1) + "\n")
+        return 0
     body = {
         "script": "benchmarks/scripts/fit_forward_cost.py",
         "timings": [path.name for path in arguments.timings],

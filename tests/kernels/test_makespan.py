@@ -75,7 +75,8 @@ def test_the_least_predicted_time_is_chosen_and_all_shapes_are_compared() -> Non
         assert [time for _, time in predictions] == sorted(time for _, time in predictions)
         assert KERNEL.config(each) == predictions[0][0]
         one = tiles.class_of(each.head_dim, each.head_dim_v)
-        compared = {s for s in one.shapes if not each.causal or (s.cluster == 1 and s not in one.unmasked)}
+        shapes = one.shapes_without_modifier
+        compared = {s for s in shapes if not each.causal or (s.cluster == 1 and s not in one.unmasked)}
         assert {cost.shape_of(config) for config, _ in predictions} == compared
 
 
@@ -148,7 +149,7 @@ def test_the_coefficients_are_those_of_shapes_that_exist() -> None:
     of_shapes = {
         cost.name_of(one.head_dim, one.head_dim_v, shape)
         for one in tiles.CLASSES
-        for shape in (*one.shapes, *one.loaded, one.few_rows)
+        for shape in (*one.shapes, *one.plain, *one.loaded, one.few_rows)
     }
     named, traffic = cost.coefficients()
     assert set(named) <= of_shapes and len(named) > 30

@@ -52,7 +52,7 @@ def families(loop: list[str]) -> Counter[str]:
 def steady_loops(text: str, shortest: bool = False) -> list[list[str]]:
     """Opcodes of the loops over key blocks: multiplying but not storing."""
     return [
-        loop
-        for loop in loops(text, shortest)
+        turn
+        for loop, turn in zip(loops(text), loops(text, shortest), strict=True)
         if (has := families(loop))["HGMMA"] and not (has["STG"] or has["UTMASTG"])
     ]

@@ -74,11 +74,11 @@ def test_compiles_without_spills(change: dict[str, Any], arch: str) -> None:
 
 
 def test_shared_memory_by_hand() -> None:
-    """Four warp groups of three stages of 16 rows of K and V; or 128 splits' statistics; 16 rows of Q; statistics."""
+    """Four warp groups of three stages of 16 rows of K and V; or 128 splits' statistics and four sums of each; Q."""
     config = DecodeConfig("bf16", 128, 128, warps_m=1, warp_groups=4, stages=3)
     assert config.shared_memory == 4 * 3 * 2 * 16 * 256 + 16 * 256 + 4 * 16 * 8 + 16
     small = replace(config, head_dim=16, head_dim_v=16, stages=2)
-    assert small.shared_memory == 16 * 128 * 8 + 16 * 32 + 4 * 16 * 8 + 16
+    assert small.shared_memory == 128 * (16 * 8 + 16) + 16 * 32 + 4 * 16 * 8 + 16
     assert replace(small, cluster=8).shared_memory == small.shared_memory + 16 * (8 + 4 * 32)
 
 
@@ -87,7 +87,7 @@ def test_shared_memory_with_tma_by_hand() -> None:
     config = DecodeConfig("bf16", 128, 128, warps_m=1, warp_groups=8, stages=3, tma=True, box_rows=128)
     assert config.shared_memory == 3 * 4 * 128 * 128 + 16 * 256 + 8 * 16 * 8 + 16 + 6 * 8
     assert replace(config, stream_k=True).shared_memory == config.shared_memory + 8 * 8 + 4 * 144
-    assert config.threads == 9 * 32 and config.max_splits == 65536 // 128
+    assert config.threads == 9 * 32 and config.max_splits == 65536 // (16 * 8 + 16)
     assert replace(config, head_dim=80).stage_bytes == config.stage_bytes  # a plane that is not full takes as much
     assert config.group_sums == config.stage_bytes  # they lie where the last step's keys were
 
@@ -122,31 +122,38 @@ def test_bytes_in_flight_hide_the_latency() -> None:
         assert config.min_blocks * pipelines * (config.stages - 1) * config.stage_bytes > needed
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-def test_split_counts_are_possible(uneven: bool) -> None:
+def work(tiles: int, steps: int, held: int, sums: int = 2048) -> rules.Work:
+    """The work of CTAs of eight warp groups at D 128."""
+    return rules.Work(tiles, steps, held, 132, 65536, 0.56, sums, 132 / held)
+
+
+def test_split_counts_are_possible() -> None:
     for tiles, steps, resident in itertools.product(
         (1, 3, 8, 66, 100, 512, 5000), (0, 1, 7, 64, 1024, 8192), (1, 132, 264)
     ):
-        splits = split_count(tiles, steps, resident, uneven)
-        assert 1 <= splits <= max(1, min(rules.MAX_SPLITS, steps))
-        if uneven and tiles >= rules.UNEVEN_WAVES * resident:
-            assert splits == 1
+        most = max(1, min(rules.MAX_SPLITS, steps))
+        assert 1 <= split_count(work(tiles, steps, resident)) <= most
+        assert 1 <= rules.uneven_split_count(tiles, steps, resident) <= most
+        if tiles >= rules.UNEVEN_WAVES * resident:
+            assert rules.uneven_split_count(tiles, steps, resident) == 1
 
 
-def estimate(tiles: int, steps: int, resident: int, splits: int) -> float:
-    """The cost that split_count describes, written out again: waves of splits, the start of each, the combine."""
-    each = math.ceil(steps / splits)
-    waves = tiles * math.ceil(steps / each) / resident
-    last = math.ceil(waves) - waves
-    busy = max(waves, rules.BUSY) if waves <= 1 else waves + rules.TAIL * last
-    cost = each * busy + rules.START_STEPS * math.ceil(waves)
-    return cost + (rules.COMBINE_STEPS + rules.SPLIT_STEPS * splits) * (splits > 1)
+def test_the_time_of_splits_by_hand() -> None:
+    """88 CTAs of 8 steps of 64 KiB on as many SMs; in two splits a wave of 132 and one of 44; and the combine."""
+    asked = work(88, 8, 132)
+    first = 88 * 8 * 0.065536 / min(rules.COPY_RATE, 88 * rules.SM_RATE)
+    assert asked.microseconds(1) == pytest.approx(first + rules.WAVE_TIME)
+    whole, last = (n * 4 * 0.065536 / min(rules.COPY_RATE, n * rules.SM_RATE) for n in (132, 44))
+    combine = rules.COMBINE_TIME + 2 * rules.SPLIT_TIME + 2.048 * rules.SUMS_TIME
+    two = whole + rules.LAST_WAVE * last + 2 * rules.WAVE_TIME + combine
+    assert asked.microseconds(2) == pytest.approx(two)
 
 
-def test_split_count_is_the_cheapest() -> None:
+def test_split_count_has_the_least_time() -> None:
     for tiles, steps, resident in itertools.product((1, 5, 8, 40, 100, 130, 300, 512), (1, 8, 33, 512), (66, 132, 264)):
-        best = min(estimate(tiles, steps, resident, splits) for splits in range(1, min(steps, 128) + 1))
-        assert estimate(tiles, steps, resident, split_count(tiles, steps, resident)) == pytest.approx(best)
+        asked = work(tiles, steps, resident)
+        best = min(asked.microseconds(splits) for splits in range(1, min(steps, 128) + 1))
+        assert asked.microseconds(split_count(asked)) == pytest.approx(best)
 
 
 def chosen(tma: bool = True, **change: Any) -> tuple[int, int, int] | int:
@@ -180,7 +187,7 @@ def test_what_an_h200_runs() -> None:
     assert chosen(batch=16, seqlen_k=8192) == (8, 1, 1)
     assert chosen(seqlen_k=8192) == (8, 8, 1)
     assert chosen(batch=64, seqlen_k=1024) == (2, 1, 1)  # 512 tiles at once: four small CTAs an SM
-    assert chosen(batch=37, seqlen_k=3011) == (2, 1, 5)  # 296 tiles would be two waves, the second one nearly empty
+    assert chosen(batch=37, seqlen_k=3011) == (2, 1, 1)  # 296 tiles would be two waves, the second one nearly empty
     assert chosen(batch=52, seqlen_k=1379) == (4, 1, 1)  # 416 tiles leave as many places idle either way
     assert chosen(batch=11, heads=8, kv_heads=4, seqlen_k=64145) == (8, 1, 3)  # 132 CTAs; 88 read 12 % slower
     assert chosen(batch=32, seqlen_k=4096) == (4, 1, 1)  # 256 tiles at once: two small CTAs an SM
@@ -188,6 +195,10 @@ def test_what_an_h200_runs() -> None:
     assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves
     assert chosen(seqused_k=True) == chosen()  # of one sequence they cannot differ
     assert chosen(seqlen_q=8) == (4, 2, 8)
+    # 90 and 328 tiles of 20 rows at D 192: what splits cost is more than idle SMs (docs/notebook/0032).
+    wide = {"heads": 10, "kv_heads": 2, "seqlen_q": 4, "seqlen_k": 4900, "head_dim": 192, "head_dim_v": 192}
+    assert chosen(batch=45, **wide) == (4, 1, 1)
+    assert chosen(batch=164, **wide) == (2, 1, 1)
     assert chosen(page_size=17) == chosen(tma=False, page_size=17)  # no TMA box fits such pages
     assert chosen(seqlen_q=16) == chosen(tma=False, seqlen_q=16)
     assert chosen(window_left=100, window_right=0) == (8, 1, 1)  # a window is one step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pytest
-from sass_loops import LAUNCH_REGISTERS, steady_loops
+from sass_loops import LAUNCH_REGISTERS, families, steady_loops
 
 from flashlane import jit
 from flashlane.kernels.hopper.forward import tiles
@@ -53,7 +53,8 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
     assert (".MULTICAST" in text) == (what.cluster > 1) == ("UCGABAR_WAIT" in counts)
     # The semaphore that counts the splits of a tile.
     assert ("ATOMG.E.INC.STRONG.GPU" in text) == what.combine_in_kernel
-    loops = steady_loops(text)
+    # With a deferred maximum, what raises it is inside the loop, and hardly ever runs.
+    loops = steady_loops(text, shortest=what.deferred_max)
     assert len(loops) == (3 if what.has_left else 2)  # masked and not; with a left bound masked at both ends
     for loop in loops:
         products = sum(op.startswith("HGMMA") for op in loop)
@@ -66,6 +67,20 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
         assert sum(op.startswith("MUFU.TANH") for op in loop) == what.score.softcap * what.block_n // 2
         # A consumer waits for no memory but that of its own CTA.
         assert not [op for op in loop if op.startswith(("MEMBAR.ALL.GPU", "CCTL", "ERRBAR"))]
+
+
+@pytest.mark.parametrize(("head_dim", "shape"), [(64, tiles.M256N64S4), (128, tiles.M128N128S3)])
+def test_blocks_without_a_mask_take_no_maximum(head_dim: int, shape: tiles.TileShape) -> None:
+    maxima = []
+    for what in (config(head_dim, shape), config(head_dim, replace(shape, deferred_max=True))):
+        text = jit.disassemble(jit.compile(what.source(), ARCH).cubin)
+        if text is None:
+            pytest.skip("no disassembler")
+        loops = [families(loop) for loop in steady_loops(text, shortest=True)]
+        assert len(loops) == 2 and all(loop["MUFU"] >= shape.block_n // 2 for loop in loops)
+        maxima.append([loop["FMNMX"] for loop in loops])
+    before, (masked, unmasked) = maxima
+    assert min(before) >= shape.block_n // 2 and masked == before[0] and unmasked == 0
 
 
 def test_a_debug_build_bounds_every_wait() -> None:
@@ -90,7 +105,7 @@ def test_registers_fit_the_file() -> None:
 
 @pytest.mark.parametrize("one", tiles.CLASSES, ids=lambda one: f"D{one.head_dim}/{one.head_dim_v}")
 def test_every_shape_of_a_class_fits_shared_memory(one: tiles.ShapeClass) -> None:
-    for shape in (one.few_rows, *one.shapes, *one.loaded):
+    for shape in (one.few_rows, *one.shapes, *one.plain, *one.loaded):
         what = HopperConfig("f16", one.head_dim, one.head_dim_v, **asdict(shape))
         assert what.shared_memory <= jit.shared_limit(ARCH), shape
         assert what.consumers > 1 or not what.pingpong  # ping-pong needs two

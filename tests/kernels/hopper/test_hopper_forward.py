@@ -96,7 +96,9 @@ def test_tiles_follow_the_problem() -> None:
     def rows(**changes: object) -> int:
         return KERNEL.config(problem_of(**changes)).block_m
 
-    assert rows(seqlen_q=16384, seqlen_k=16384) == 192
+    assert rows(seqlen_q=16384, seqlen_k=16384) == 128
+    for changes in ({"window_right": 0}, {"softcap": 5.0}):
+        assert rows(seqlen_q=16384, seqlen_k=16384, **changes) == 192
     assert rows(head_dim=64, head_dim_v=64, seqlen_q=1024, seqlen_k=1024, batch=16, heads=32, kv_heads=32) == 256
     # 256 queries of 8 heads: two tiles of 128 rows a head are full, two of 192 are not.
     few = problem_of(batch=1, heads=8, kv_heads=8, seqlen_q=256, seqlen_k=32768)

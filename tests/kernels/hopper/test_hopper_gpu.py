@@ -37,7 +37,7 @@ needs_hopper = pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm
 ROWS = [
     (one, shape, causal)
     for one in tiles.CLASSES
-    for shape in dict.fromkeys((*one.shapes, *one.loaded))
+    for shape in dict.fromkeys((*one.shapes, *one.plain, *one.loaded))
     for causal in (False, True)
 ]
 
@@ -101,6 +101,68 @@ def test_every_tile_of_the_tables(number: int) -> None:
     assert_right(problem, inputs, out, lse)
     again = run(problem, inputs, config)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+DEFERRED = tuple(
+    (head_dim, replace(shape, deferred_max=True))
+    for head_dim, shape in (
+        (64, tiles.M192N128S3), (64, tiles.M256N64S4), (128, tiles.M192N64S3), (128, tiles.M128N128S3)
+    )
+)  # fmt: skip
+"""Head dims and shapes whose deferred maximum is tested."""
+GROWTHS = {"first keys": 6.0, "slowly": 0.35, "beyond all exponents": 5.0}
+"""How the scores of a row grow in the order in which blocks are walked, from the last to the first."""
+
+
+def growing(q: torch.Tensor, k: torch.Tensor, growth: str) -> None:
+    """Scale keys so that scores exceed the maximum of the blocks before: by 2^13 and more, or by 2^128 and more."""
+    before, factor = k.shape[1] - torch.arange(k.shape[1], device=k.device), GROWTHS[growth]
+    if growth == "first keys":
+        k[:, :3] *= factor
+        return
+    q.abs_(), k.abs_()
+    k.mul_((1 + before // 64 * factor)[None, :, None, None].to(k.dtype))
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("growth", GROWTHS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("number", range(len(DEFERRED)))
+def test_a_deferred_maximum_is_raised(number: int, causal: bool, growth: str) -> None:
+    head_dim, shape = DEFERRED[number]
+    dtype = tuple(RELATIVE)[number % 2]
+    # Of 1151 keys the first query of a tile of 1024 sees all of a block, and the next ones some of the one after it.
+    q = torch.randn(2, 1024, 18, head_dim, device=HERE).to(dtype)
+    k, v = (torch.randn(2, 1151, 9, head_dim, device=HERE).to(dtype) for _ in range(2))
+    growing(q, k, growth)
+    inputs = Inputs(q, k, v)
+    problem = AttentionProblem.from_inputs(inputs, causal=causal)
+    config = specialise(HopperConfig(problem.dtype_name, head_dim, head_dim, **asdict(shape)), problem)
+    assert config.deferred_max
+    out, lse = run(problem, inputs, config)
+    ref_out, ref_lse = reference_attention(problem, inputs, torch.float64)
+    torch.testing.assert_close(lse.double(), ref_lse.double(), rtol=2e-6, atol=1e-4)
+    assert (out.double() - ref_out).norm() <= RELATIVE[dtype] * ref_out.norm()
+    again = run(problem, inputs, config)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("number", range(len(DEFERRED)))
+def test_bits_of_a_row_do_not_depend_on_rows_whose_maximum_is_raised(number: int) -> None:
+    head_dim, shape = DEFERRED[number]
+    q, k, v = (torch.randn(1, 800, 30, head_dim, device=HERE).bfloat16() for _ in range(3))
+    inputs = Inputs(q, k, v)
+    problem = AttentionProblem.from_inputs(inputs, causal=True)
+    config = specialise(HopperConfig("bf16", head_dim, head_dim, **asdict(shape)), problem)
+    out, lse = run(problem, inputs, config)
+    steep = q.clone()
+    steep[:, ::2] *= 60
+    other, other_lse = run(problem, replace(inputs, q=steep), config)
+    assert torch.equal(out[:, 1::2], other[:, 1::2]) and torch.equal(lse[..., 1::2], other_lse[..., 1::2])
+    assert not torch.equal(out[:, ::2], other[:, ::2])
 
 
 @pytest.mark.gpu

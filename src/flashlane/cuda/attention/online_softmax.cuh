@@ -3,10 +3,15 @@
 //
 // Rescale threshold: the old row maximum is kept until a score, in base 2, exceeds it by more than RESCALE_THRESHOLD,
 // so that O is rarely rescaled (FlashAttention-4). P then stays within 2^8, which f16 can represent.
+//
+// Deferred maximum: blocks without a mask take no maximum. Exponentials are relative to an old one, and their sums,
+// which are needed anyway, show where it is too small: above DEFERRED_SUM. Then all of a row is divided by a power of
+// two.
 #pragma once
 #include "math.cuh"
 
 constexpr float RESCALE_THRESHOLD = 8.f;  // of scores in base 2
+constexpr float DEFERRED_SUM = 4096.f;    // of a thread's exponentials of a row and block; f16 can represent each
 
 // Reductions over the four lanes that share the rows of an accumulator tile.
 __device__ __forceinline__ float quad_max(float x) {
@@ -137,6 +142,43 @@ struct RowSoftmax {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             sum[half] = fmaf(sum[half], alpha[half], block_sum[half][0] + block_sum[half][1]);
+    }
+
+    // Turns S into P = 2^((S − max) · scale) with the maxima as they are, and gives the sums of P.
+    template <int N>
+    __device__ __forceinline__ void exponentiate_by_old_max(float (&s)[N], float scale_log2, float (&block_sum)[2]) {
+        float sums[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const int half = i / 2 % 2;
+            s[i] = ex2(fmaf(s[i], scale_log2, -max[half] * scale_log2));
+            sums[half][i % 2] += s[i];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) block_sum[half] = sums[half][0] + sums[half][1];
+    }
+    // Whether a sum of P is so large that the row's maximum must grow; also if it is no number.
+    static __device__ __forceinline__ bool exceeds(float block_sum) { return !(block_sum <= DEFERRED_SUM); }
+    // Where the sums of P are too large and finite, divides P by the power of two next to the largest, and raises
+    // the maximum by its logarithm. Rows whose P overflowed are left to the caller, as `lost`.
+    template <int N>
+    __device__ __forceinline__ void raise_max(float (&s)[N], float scale_log2, float (&block_sum)[2],
+                                              float (&alpha)[2], bool (&lost)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float sums = quad_sum(exceeds(block_sum[half]) ? block_sum[half] : 0.f);
+            const float largest = quad_max(block_sum[half]);
+            alpha[half] = 1.f;
+            lost[half] = !(sums < INF);
+            if (sums == 0.f || lost[half]) continue;
+            const int exponent = __float_as_int(largest) >> 23;  // its power of two, plus 127: at most 254
+            alpha[half] = __int_as_float((255 - exponent) << 23);
+            max[half] += static_cast<float>(exponent - 128) / scale_log2;
+            block_sum[half] *= alpha[half];
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (i / 2 % 2 == half) s[i] *= alpha[half];
+        }
     }
 };
 

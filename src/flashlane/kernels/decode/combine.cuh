@@ -119,49 +119,51 @@ __device__ __forceinline__ void store_split(const Params& p, const WorkTile& til
     }
 }
 
-// Combines the splits of an output tile, for the CTA's vectors of the output.
-__device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& tile, void* scratch, int vectors) {
-    constexpr int AHEAD = 16;  // loads in flight, each with the latency of the L2 cache
-    PartialSoftmax* statistics = static_cast<PartialSoftmax*>(scratch);  // (split, row)
-    float4 x[AHEAD];
-    const int columns = p.attention.head_dim_v;
-    const auto load = [&](int i, int first_split) {
-        const float* source = p.split.out + i / vectors * columns + i % vectors * 4;
-#pragma unroll
-        for (int j = 0; j < AHEAD; ++j) {
-            const long long partial = tile.partial(first_split + j);
-            const bool exists = i < tile.end_vector && first_split + j < tile.splits;
-            x[j] = exists ? __ldcg(reinterpret_cast<const float4*>(source + partial * (BLOCK_M * columns))) : float4{};
+// Combines the splits of an output tile, for the CTA's vectors of the output. Their sums come by cp.async, as many at
+// once as the scratch memory holds: a trip to the L2 cache takes a microsecond while other CTAs read keys.
+__device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& tile, unsigned char* scratch,
+                                               int vectors) {
+    PartialSoftmax* statistics = reinterpret_cast<PartialSoftmax*>(scratch);  // (split, row)
+    const int statistics_bytes = tile.splits * BLOCK_M * static_cast<int>(sizeof(PartialSoftmax));
+    const float4* sums = reinterpret_cast<const float4*>(scratch + statistics_bytes);  // (split, vector of a chunk)
+    const u32 sums_address = shared_address(sums);
+    const int chunk = (SCRATCH_BYTES - statistics_bytes) / (16 * tile.splits), tile_floats = BLOCK_M * vectors * 4;
+#pragma unroll 1
+    for (int from = tile.first_vector; from < tile.end_vector; from += chunk) {
+        const int count = min(chunk, tile.end_vector - from);
+        if (from > tile.first_vector) consumers_sync();  // all have read the chunk before
+#pragma unroll 1
+        for (int i = threadIdx.x; i < count * tile.splits; i += THREADS) {
+            const long long partial = tile.partial(i / count);
+            cp_async_16(sums_address + 16 * i, p.split.out + partial * tile_floats + (from + i % count) * 4, 16);
         }
-    };
-    const int first = tile.first_vector + threadIdx.x;
-    load(first, 0);
-    for (int i = threadIdx.x; i < tile.splits * BLOCK_M; i += THREADS) {
-        const int split = i / BLOCK_M, row = i % BLOCK_M;
-        // (Statistics of rows that other CTAs combine may not have been written yet, and are not used.)
-        const long long partial = tile.partial(split);
-        const PartialSoftmax* source = p.split.statistics + (partial * CLUSTER + tile.rank) * BLOCK_M + row;
-        if (row < tile.rows)
-            *reinterpret_cast<float2*>(&statistics[i]) = __ldcg(reinterpret_cast<const float2*>(source));
-    }
-    consumers_sync();
-#pragma unroll 1
-    for (int i = first; i < tile.end_vector; i += THREADS) {
-        const int row = i / vectors;
-        PartialOutput all;
-#pragma unroll 4
-        for (int split = 0; split < tile.splits; ++split)
-            all.statistics.max = fmaxf(all.statistics.max, statistics[split * BLOCK_M + row].max);
-#pragma unroll 1
-        for (int split = 0; split < tile.splits; split += AHEAD) {
-            if (i > first || split > 0) load(i, split);
-#pragma unroll
-            for (int j = 0; j < AHEAD; ++j) {
-                const PartialSoftmax one = statistics[min(split + j, tile.splits - 1) * BLOCK_M + row];
-                all.add(split + j < tile.splits ? one.weight(all.statistics.max) : 0.f, one.sum, x[j]);
+        cp_async_commit();
+        if (from == tile.first_vector) {
+            for (int i = threadIdx.x; i < tile.splits * BLOCK_M; i += THREADS) {
+                const int split = i / BLOCK_M, row = i % BLOCK_M;
+                // (Statistics of rows that other CTAs combine may not have been written yet, and are not used.)
+                const long long partial = tile.partial(split);
+                const PartialSoftmax* source = p.split.statistics + (partial * CLUSTER + tile.rank) * BLOCK_M + row;
+                if (row < tile.rows)
+                    *reinterpret_cast<float2*>(&statistics[i]) = __ldcg(reinterpret_cast<const float2*>(source));
             }
         }
-        store_output(p, tile, row, i % vectors * 4, all);
+        cp_async_wait<0>();
+        consumers_sync();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            const int row = (from + i) / vectors;
+            PartialOutput all;
+#pragma unroll 4
+            for (int split = 0; split < tile.splits; ++split)
+                all.statistics.max = fmaxf(all.statistics.max, statistics[split * BLOCK_M + row].max);
+#pragma unroll 4
+            for (int split = 0; split < tile.splits; ++split) {
+                const PartialSoftmax one = statistics[split * BLOCK_M + row];
+                all.add(one.weight(all.statistics.max), one.sum, sums[split * count + i]);
+            }
+            store_output(p, tile, row, (from + i) % vectors * 4, all);
+        }
     }
 }
 

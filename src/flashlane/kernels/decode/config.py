@@ -15,7 +15,8 @@ PAGES = ("none", "whole", "any")
 BLOCK_N = 16
 """Keys of a warp group's tile, where rows are copied by cp.async."""
 MAX_SPLITS = 128
-"""The most splits of an output tile where rows are copied by cp.async: shared memory holds their statistics."""
+"""The most splits of an output tile where rows are copied by cp.async: shared memory holds their statistics, and four
+sums of each."""
 REGISTER_COLUMNS = 128
 """Columns of the widest Q that is kept in registers; a wider one would spill."""
 PLANE = 64
@@ -83,8 +84,13 @@ class DecodeConfig:
 
     @property
     def max_splits(self) -> int:
-        """The most splits of an output tile: their statistics lie where the sums were."""
-        return self.stage_bytes // (8 * self.rows) if self.tma else MAX_SPLITS
+        """The most splits of an output tile: their statistics and some of their sums lie where the sums were."""
+        return self.stage_bytes // self._split_bytes if self.tma else MAX_SPLITS
+
+    @property
+    def _split_bytes(self) -> int:
+        """Bytes of a split's statistics and of four of its sums."""
+        return 8 * self.rows + 16
 
     @property
     def _sum_bytes(self) -> int:
@@ -95,7 +101,7 @@ class DecodeConfig:
         """Bytes of each member of ``SharedStorage``, in order."""
         stages = self.stages * self.stage_bytes
         if not self.tma:
-            stages = max(self.warp_groups * stages, self.group_sums, self.max_splits * self.rows * 8)
+            stages = max(self.warp_groups * stages, self.group_sums, self.max_splits * self._split_bytes)
         regions = {
             "stages": stages,
             "queries": TileLayout(self.head_dim, True).bytes(self.rows),

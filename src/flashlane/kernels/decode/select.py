@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flashlane import jit
@@ -11,6 +12,7 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.decode.config import MAX_SPLITS, DecodeConfig
 from flashlane.kernels.decode.tables import (
     CLUSTERS,
+    COMPARED,
     FULL_WAVE,
     MAX_TILE_ROWS,
     PREFERRED,
@@ -84,7 +86,19 @@ def config_for(problem: AttentionProblem, tma: bool = True) -> DecodeConfig | No
     shapes = (shape for table in tables for shape in _shapes(problem, table))
     wanted = (s for s in shapes if not s.tma or cluster_size(problem, s, 16 * s.warps_m) >= TMA_CLUSTER)
     found = (config_of(problem, shape) for shape in wanted)
-    return next((config for config in found if config is not None), None)
+    first = next((config for config in found if config is not None), None)
+    if first is None or first.cluster > 1 or problem.num_splits or lengths_differ(problem):
+        return first
+    if 2 * output_tiles(problem, first.rows) < SMS.get(problem.arch, 132):
+        return first
+    others = (config_of(problem, replace(shape, cluster=1)) for shape in compared_shapes(problem, first))
+    return _fastest(problem, [first, *(other for other in others if other is not None)])
+
+
+def compared_shapes(problem: AttentionProblem, config: DecodeConfig) -> Shapes:
+    """Shapes whose predicted times are compared with that of the tables' choice."""
+    largest = max(problem.head_dim, problem.head_dim_v)
+    return next((shapes for limit, rows, shapes in COMPARED if largest <= limit and config.rows == rows), ())
 
 
 def _shapes(problem: AttentionProblem, table: Table) -> Shapes:
@@ -166,66 +180,117 @@ def stages_wanted(config: DecodeConfig) -> int:
     return max(2, min(MAX_STAGES, 1 + -(-IN_FLIGHT // one)))
 
 
-BUSY = 0.8
-"""The fraction of resident CTAs with which the GPU reaches the copy rate: one SM alone reads 51 bytes a nanosecond.
-This, :data:`TAIL` and :data:`SPLIT_STEPS` were fitted to 25 problems (benchmarks/archive/decode_splits.json)."""
-TAIL = 0.2
-"""The cost of an idle CTA of the last wave, relative to a busy one: the busy ones use the bandwidth that it leaves."""
-START_STEPS = 1.0
-"""The cost of a CTA besides its steps (start, first load, end), in steps."""
-COMBINE_STEPS = 2.0
-"""The cost of combining splits, in steps."""
-SPLIT_STEPS = 0.1
-"""The further cost of each split that is combined, in steps."""
+COPY_RATE = 4.46
+"""MB a microsecond that all SMs read together. This and the numbers below were fitted to 36 problems on an H200
+(benchmarks/archive/decode_combine.json), and to the choices of docs/notebook/0004-decode.md."""
+SM_RATE = 0.047
+"""MB a microsecond that an SM reads at most."""
+TILE_TIME, COLUMNS_TIME, WARP_TIME = 0.209, 0.263, 0.097
+"""Microseconds that a warp group takes for its tile of a step: for any tile; for 16 keys of 128 columns; and the share
+by which each further warp of the group makes the second longer."""
+WAVE_TIME = 2.0
+"""Microseconds that a wave of CTAs starts and ends, where an SM has one."""
+SHARED_WAVE_TIME = 2.5
+"""The same where an SM has several."""
+LAST_WAVE = 0.95
+"""The time of a last wave over what its CTAs would take by themselves: the wave before has not quite ended."""
+COMBINE_TIME, SPLIT_TIME, SUMS_TIME = 1.8, 0.1, 2.2
+"""Microseconds of combining splits: for any number, for each split, and for each thousand sums of an output tile."""
 UNEVEN_WAVES = 2
 """Waves of CTAs where sequences may have different lengths."""
 LEAST_STEPS = 4
 """The fewest steps of a split there."""
 
 
+@dataclass(frozen=True)
+class Work:
+    """What decides how many splits of its keys an output tile has."""
+
+    tiles: int
+    """Sequences × KV heads × tiles of rows."""
+    steps: int
+    """Steps over the keys of a tile, at most."""
+    held: int
+    """CTAs, or clusters, that the GPU holds at once."""
+    sms: int
+    step_bytes: int
+    """K and V of a step of a CTA, or of a cluster's CTAs."""
+    step_time: float
+    """Microseconds that a warp group takes for its tile of a step."""
+    sums: int
+    """Values of an output tile."""
+    sms_of_one: float = 1.0
+    """SMs that a CTA, or a cluster, has."""
+
+    def microseconds(self, splits: int) -> float:
+        """The predicted time with so many splits, without that of a launch."""
+        each = -(-self.steps // splits)
+        splits = -(-self.steps // max(1, each))
+        waves, more = divmod(self.tiles * splits, self.held)
+        time = waves * self._wave(self.held, each)
+        if more:
+            time += self._wave(more, each) * (LAST_WAVE if waves else 1.0)
+        time += (waves + (more > 0)) * (WAVE_TIME if self.sms_of_one >= 1 else SHARED_WAVE_TIME)
+        return time + (COMBINE_TIME + SPLIT_TIME * splits + SUMS_TIME * self.sums / 1000) * (splits > 1)
+
+    def _wave(self, ctas: int, steps: int) -> float:
+        """Microseconds of so many CTAs, or clusters, that begin together."""
+        of_one = self.step_bytes / 1e6 / self.step_time
+        rate = min(COPY_RATE, ctas * of_one, min(self.sms, ctas * max(1.0, self.sms_of_one)) * SM_RATE)
+        return ctas * steps * self.step_bytes / 1e6 / rate
+
+
+def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, resident: int, sms: int) -> Work:
+    """The work of a configuration on a GPU that holds ``resident`` of its CTAs."""
+    columns = (config.head_dim + config.head_dim_v) / 2
+    time = TILE_TIME + COLUMNS_TIME * config.block_n / 16 * columns / 128 * (1 + WARP_TIME * (config.warps_m - 1))
+    held, of_one = resident, sms / max(1, resident)
+    if config.cluster > 1:
+        of_size = next(rule.held for rule in CLUSTERS[problem.arch] if rule.size == config.cluster)
+        held, of_one = min(resident // config.cluster, of_size), config.cluster
+    return Work(
+        tiles, -(-keys_of(problem) // (config.step * config.cluster)), max(1, held), sms,
+        config.cluster * config.step * 2 * (config.head_dim + config.head_dim_v), time,
+        min(config.rows, rows_of(problem)) * config.head_dim_v, of_one,
+    )  # fmt: skip
+
+
 @lru_cache(maxsize=4096)
-def split_count(tiles: int, steps: int, resident: int, uneven: bool = False, most: int = MAX_SPLITS) -> int:
-    """Splits of each output tile's keys.
+def split_count(work: Work, most: int = MAX_SPLITS) -> int:
+    """The number of splits of each output tile's keys, up to ``most``, with the least predicted time."""
+    return min(range(1, max(1, min(most, work.steps)) + 1), key=work.microseconds)
 
-    Args:
-        tiles: sequences × KV heads × tiles of rows.
-        steps: steps over the keys of a tile, at most.
-        resident: CTAs (or clusters) that the GPU holds at once.
-        uneven: whether tiles may have fewer steps.
-        most: splits that a tile may have.
 
-    Returns:
-        The count with the least estimated time; where tiles are uneven, enough for two waves.
-    """
-    most = max(1, min(most, steps))
-    if uneven:
-        return max(1, min(most, UNEVEN_WAVES * resident // max(1, tiles), steps // LEAST_STEPS))
-
-    def cost(splits: int) -> float:
-        each = -(-steps // splits)
-        waves = tiles * -(-steps // max(1, each)) / resident
-        whole = math.ceil(waves)
-        busy = max(waves, BUSY) if whole <= 1 else waves + TAIL * (whole - waves)
-        combine = COMBINE_STEPS + SPLIT_STEPS * splits if splits > 1 else 0.0
-        return each * busy + START_STEPS * whole + combine
-
-    return min(range(1, most + 1), key=cost)
+def uneven_split_count(tiles: int, steps: int, resident: int, most: int = MAX_SPLITS) -> int:
+    """The same where tiles may have fewer steps: enough for two waves."""
+    return max(1, min(most, steps, UNEVEN_WAVES * resident // max(1, tiles), steps // LEAST_STEPS))
 
 
 def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resident: int) -> int:
     """The most splits of an output tile.
 
-    ``num_splits`` decides, up to one split for each step. Without it :func:`split_count` chooses for a GPU that holds
-    ``resident`` CTAs, with no more clusters than it holds at once.
+    ``num_splits`` decides, up to one split for each step. Without it that of the least predicted time is chosen for a
+    GPU that holds ``resident`` CTAs, with no more clusters than it holds at once.
     """
-    steps, most = -(-keys_of(problem) // (config.step * config.cluster)), config.max_splits
+    work = work_of(problem, config, tiles, resident, SMS.get(problem.arch, 132))
     if problem.num_splits:
-        return min(most, problem.kv_splits(steps))
-    if config.cluster > 1:
-        held = next(rule.held for rule in CLUSTERS[problem.arch] if rule.size == config.cluster)
-        resident = min(resident // config.cluster, held)
-        most = min(most, max(1, resident // tiles))
-    return split_count(tiles, steps, max(1, resident), lengths_differ(problem), most)
+        return min(config.max_splits, problem.kv_splits(work.steps))
+    most = min(config.max_splits, max(1, work.held // tiles)) if config.cluster > 1 else config.max_splits
+    if lengths_differ(problem):
+        return uneven_split_count(tiles, work.steps, work.held, most)
+    return split_count(work, most)
+
+
+def _fastest(problem: AttentionProblem, configs: Sequence[DecodeConfig]) -> DecodeConfig:
+    """The configuration with the least predicted time."""
+    sms = SMS.get(problem.arch, 132)
+
+    def time(config: DecodeConfig) -> float:
+        tiles = output_tiles(problem, config.rows)
+        work = work_of(problem, config, tiles, sms * config.min_blocks, sms)
+        return work.microseconds(split_count(work, config.max_splits))
+
+    return min(configs, key=time)
 
 
 def stream_k_ctas(problem: AttentionProblem, config: DecodeConfig, resident: int) -> int:

@@ -72,6 +72,14 @@ SHAPES: Table = (
 )
 
 
+COMPARED: tuple[tuple[int, int, Shapes], ...] = (
+    (128, 16, (Shape(1, 4, 2),)),
+    (256, 32, (Shape(2, 4, block_n=32), Shape(2, 2, 3), Shape(2, 2, 2))),
+)
+"""(largest head dim, rows of a tile, shapes whose predicted times are compared with that of the shape in
+:data:`SHAPES`)."""
+
+
 # Shapes that are preferred where the architecture has TMA: it loads short sequences, whose keys are divided over a
 # cluster. cp.async loads longer ones faster, and stream-K was nowhere faster
 # (benchmarks/results/decode_candidates.json). A warp group's tile has as many keys as rows, so that its sums fit where

@@ -67,14 +67,15 @@ struct Maps {
 
 // ---- shared memory
 
-// After the last step, memory of the pipeline holds the warp groups' sums, and then the statistics of a tile's splits:
-// with TMA the stage of the last step, else the start of the pipelines.
-constexpr int SCRATCH_BYTES = larger(WARP_GROUPS * SUM_BYTES, cfg::MAX_SPLITS * BLOCK_M * 8);
+// After the last step, memory of the pipeline holds the warp groups' sums, and then the statistics of a tile's splits
+// and as many of their sums as fit, four of each at least: with TMA the stage of the last step, else the pipelines.
+constexpr int LEAST_SCRATCH = larger(WARP_GROUPS * SUM_BYTES, cfg::MAX_SPLITS * (BLOCK_M * 8 + 16));
+constexpr int SCRATCH_BYTES = TMA ? STAGE_BYTES : larger(PIPELINES_BYTES, LEAST_SCRATCH);
 constexpr int TILE_STAGES = 4;  // with stream-K: work tiles that are published ahead, since they may be short
 constexpr int WORK_TILE_BYTES = 144;
 
 struct PipelineStorage {  // from shared_memory on; TMA's swizzle needs it at a multiple of 1024
-    unsigned char stages[TMA ? PIPELINES_BYTES : larger(PIPELINES_BYTES, SCRATCH_BYTES)];
+    unsigned char stages[TMA ? PIPELINES_BYTES : SCRATCH_BYTES];
     unsigned char queries[LayoutQ::bytes(BLOCK_M)];
 };
 template <bool USED>
@@ -110,7 +111,7 @@ struct SharedStorage : PipelineStorage,
 
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
 static_assert(BLOCK_N % 16 == 0 && STAGES >= 2 && (BLOCK_N <= WARP || cfg::PAGES != PAGES_ANY));
-static_assert(!TMA || (SCRATCH_BYTES <= STAGE_BYTES && cfg::PAGES != PAGES_ANY && STEP % cfg::BOX_ROWS == 0));
+static_assert(!TMA || (LEAST_SCRATCH <= STAGE_BYTES && cfg::PAGES != PAGES_ANY && STEP % cfg::BOX_ROWS == 0));
 static_assert(!STREAM_K || (TMA && CLUSTER == 1), "only a CTA with a producer warp takes tile after tile");
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];

@@ -32,6 +32,7 @@ TILE_CONSTANTS = ("head_dim", "head_dim_v", "columns_v", "v_slices", "block_m", 
 TILE_CONSTANTS += ("stages", "q_stages", "cluster", "q_in_registers", "one_barrier", "pingpong", "late_wait")
 TILE_CONSTANTS += ("has_left", "has_right", "gather", "split", "combine_in_kernel")
 TILE_CONSTANTS += ("block_lists", "mask_bits", "ctas_per_sm", "ranges", "arrivals", "across_tiles", "polynomials")
+TILE_CONSTANTS += ("deferred_max",)
 """Properties of a configuration that are constants of the same name."""
 
 
@@ -98,6 +99,8 @@ class HopperConfig:
     polynomials: int = 0
     """Of every eight exponentials of a bounded score, those that the FMA units compute; the special-function unit
     computes the others."""
+    deferred_max: bool = False
+    """Blocks without a mask take no row maximum: sums of exponentials show where an old one is too small."""
     heads_per_section: int = 0
     """Tile heads of a section of the L2 head swizzle, an argument of the launch; 0 is what ``tile_scheduler`` gives."""
 

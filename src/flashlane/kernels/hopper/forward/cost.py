@@ -26,10 +26,11 @@ MATRIX_TFLOPS = 620.0
 """What a shape without coefficients is taken to reach."""
 LONG_US = 25_000.0
 """From here on the power limit sets the clock in which a launch runs, and what takes fewer joules is faster."""
-LONG_IN_CLUSTERS = 0.945
+LONG_IN_CLUSTERS = 0.88
 """The time of such a launch of clusters over what short rounds predict. Two CTAs load K and V once: of D 128 with
 75,600 queries and 75,600, 37,800 and 18,900 keys it is 2.9, 0.9 and 1.2 % shorter than that of single CTAs on an H200,
-although it has 2.8 % more cycles; short rounds predict 4 % more (docs/notebook/0035-the-power-limit.md)."""
+although it has 2.8 % more cycles; short rounds predict 4 % more (docs/notebook/0035-the-power-limit.md). Tensor cores
+are busy in 97 % of the cycles there, so that a deferred maximum cannot save as many as in short launches (0032)."""
 
 
 @dataclass(frozen=True)

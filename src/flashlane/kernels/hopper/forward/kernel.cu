@@ -11,8 +11,8 @@
 // So the two products of a step are in flight at once, the softmax of S runs under the product before, and the pipeline
 // does not drain between tiles. A consumer is a warpgroup with 64 rows of the tile; with PINGPONG the consumers issue
 // their products one after another, so that the softmax of one runs under the products of the others. Row maxima are
-// updated lazily (attention/online_softmax.cuh); row sums stay per lane until the end. A tile is walked from its last
-// n-block to its first.
+// updated lazily, or, with DEFERRED_MAX, where sums demand it (attention/online_softmax.cuh); row sums stay per lane
+// until the end. A tile is walked from its last n-block to its first.
 #include "hopper_clustered.cuh"
 #include "hopper/forward/mainloop.cuh"
 #include "hopper/forward/producer.cuh"
@@ -132,6 +132,10 @@ struct Consumer : Mainloop {
         const int first_row = tile.row + rows.first(), first_query = first_row / PACK_GQA;
         const int last_query = min((first_row + CONSUMER_ROWS - 1) / PACK_GQA, sequence.q_length - 1);
         BlockRange unmasked = unmasked_n_block_range<BLOCK_N>(mask_of(p, sequence), first_query, last_query);
+        // A row that saw no key in the blocks before has no maximum yet: its first block takes one.
+        if constexpr (cfg::DEFERRED_MAX && cfg::HAS_RIGHT)
+            unmasked.high -= unmasked.high < mine.high &&
+                             mask_of(p, sequence).end(first_query) == unmasked.high * BLOCK_N;
         if constexpr (!cfg::ACROSS_TILES) {
             issue_first_product();
 #pragma unroll 1

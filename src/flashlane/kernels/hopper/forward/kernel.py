@@ -299,7 +299,7 @@ def _shapes_that_lengths_choose() -> Iterator[HopperConfig]:
                 batch=64, heads=32, kv_heads=32, seqlen_q=4096, seqlen_k=4096, head_dim=one.head_dim,
                 head_dim_v=one.head_dim_v, dtype=torch.bfloat16, scale=0.1, arch=ARCH, window_right=window_right,
             )  # fmt: skip
-            yield from (select.config_of_shape(shape, problem) for shape in one.shapes)
+            yield from (select.config_of_shape(shape, problem) for shape in one.shapes_without_modifier)
 
 
 KERNEL = register(HopperForward())

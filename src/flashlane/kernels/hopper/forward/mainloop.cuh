@@ -5,6 +5,7 @@
 #pragma once
 #include "hopper/forward/epilogue.cuh"
 #include "mbarrier.cuh"
+#include "mma.cuh"
 #include "wgmma.cuh"
 
 struct Mainloop {
@@ -195,6 +196,88 @@ struct Mainloop {
             softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
         }
     }
+    // The softmax of a block without a mask, with a deferred maximum (attention/online_softmax.cuh).
+    __device__ __forceinline__ void softmax_by_old_max() {
+        float block_sum[2];
+        softmax.exponentiate_by_old_max(s, late_scale(p), block_sum);
+        if (!cfg::LATE_WAIT) wgmma_wait<0>(o);  // which ptxas moves above the exponentials
+        if (__any_sync(0xffffffffu, RowSoftmax::exceeds(block_sum[0]) || RowSoftmax::exceeds(block_sum[1]))) {
+            if (cfg::LATE_WAIT) wgmma_wait<0>(o);  // this is rare, and then the old P needs no registers any more
+            float alpha[2];
+            bool lost[2];
+            softmax.raise_max(s, late_scale(p), block_sum, alpha, lost);
+            if (__any_sync(0xffffffffu, lost[0] || lost[1])) exponentiate_again(lost, block_sum, alpha);
+            rescale_output(alpha);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) softmax.sum[half] *= alpha[half];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) softmax.sum[half] += block_sum[half];
+    }
+    // S of two groups of eight keys from key 16 · `group` of the step's n-block on, by this warp alone. Q and K are in
+    // shared memory still.
+    __device__ __forceinline__ void scores_again(int group, Accumulator<float> (&again)[2]) const {
+        // The thread is read in asm, or ptxas computes the addresses before the loop over n-blocks, and spills them.
+        int thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const int lane = thread % WARP;
+        const int q_row = (thread / WARP - WARPS) * 16 + lane % 16, key = group * 16 + lane / 16 * 8 + lane % 8;
+        const u32 q = SHARED(base, q) + queries.index * Q_BYTES + q_row * ROW_BYTES;
+        const u32 k = SHARED(base, kv) + kv.index * STAGE_BYTES + key * ROW_BYTES;
+        again[0].zero(), again[1].zero();
+#pragma unroll(cfg::Q_IN_REGISTERS ? QK_STEPS : 1)
+        for (int i = 0; i < QK_STEPS; ++i) {
+            u32 a[4], b[4];
+            if constexpr (cfg::Q_IN_REGISTERS) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) a[j] = q_fragments[4 * i + j];
+            } else {
+                ldmatrix_x4(a, q + i / 4 * Q_CHUNK + (((i % 4 * 2 + lane / 16) ^ (q_row % 8)) << 4));
+            }
+            ldmatrix_x4(b, k + i / 4 * KV_CHUNK + (((i % 4 * 2 + lane / 8 % 2) ^ (key % 8)) << 4));
+            mma<Element>(again[0], a, b[0], b[1]);
+            mma<Element>(again[1], a, b[2], b[3]);
+        }
+    }
+    // The scores of `lost` rows are computed again, as their exponentials overflowed: their maximum first, then P. That
+    // is so rare that it may be slow; unrolled, it would take registers from the loop over n-blocks.
+    __device__ __forceinline__ void exponentiate_again(const bool (&lost)[2], float (&block_sum)[2],
+                                                       float (&alpha)[2]) {
+        float local[BLOCK_N / 2];  // in local memory, as the loops are rolled
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) local[i] = s[i];
+        Accumulator<float> again[2];
+        float largest[2] = {-INF, -INF};
+#pragma unroll 1
+        for (int group = 0; group < BLOCK_N / 16; ++group) {
+            scores_again(group, again);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], again[i / 4].get(i % 4));
+        }
+        const float scale = late_scale(p);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float old = softmax.max[half], now = fmaxf(old, quad_max(largest[half]));
+            if (!lost[half]) continue;
+            alpha[half] = ex2((old - now) * scale);
+            softmax.max[half] = now;
+            block_sum[half] = 0.f;
+        }
+#pragma unroll 1
+        for (int group = 0; group < BLOCK_N / 16; ++group) {
+            scores_again(group, again);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int half = i / 2 % 2;
+                if (!lost[half]) continue;
+                const float x = ex2(fmaf(again[i / 4].get(i % 4), scale, -softmax.max[half] * scale));
+                block_sum[half] += x;
+                local[8 * group + i] = x;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = local[i];
+    }
     // On which side of the rows the visible keys of an n-block lie: 1 if none is after the position of any row, −1 if
     // none is before it, 0 otherwise.
     __device__ __forceinline__ int side_of_keys(int n_block) const {
@@ -265,14 +348,16 @@ struct Mainloop {
         // and spills it.
         if (Program::HAS_DISTANCE && !Program::IS_LINEAR)
             mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
-        softmax_of<MASKED>(n_block, MASKED, alpha);
+        constexpr bool DEFERRED = cfg::DEFERRED_MAX && !MASKED;
+        if constexpr (DEFERRED) softmax_by_old_max();
+        else softmax_of<MASKED>(n_block, MASKED, alpha);
         // Complete since the step began. The wait ends the basic block, or ptxas moves the one below
         // above the exponentials.
-        if (cfg::LATE_WAIT) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
+        if (cfg::LATE_WAIT && !DEFERRED) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
         wgmma_wait<0>(o);
         release_kv();
         pack_probabilities();
-        rescale_output(alpha);
+        if (!DEFERRED) rescale_output(alpha);
     }
     // Without ACROSS_TILES: S of a tile's first n-block. An empty group stands for the P·V that is in flight with the S
     // of the others, so that all n-blocks have one body.

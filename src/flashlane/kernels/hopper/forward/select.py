@@ -23,6 +23,9 @@ SHARED_HEADS = (4, 8, 16, 32, 64)
 """Key/value heads of a section that are tried, besides all."""
 KEPT = 3
 """Shapes whose orders of tiles are compared: those that were fastest with one section."""
+NARROW = 64
+"""Head dims up to which windows get a deferred maximum: few of their blocks are without a mask (D 128 with 300 keys
+was 5 % slower)."""
 MOST_SIMULATED = 6000
 """Tiles of a launch of ranges up to which all numbers of heads of a section are compared whose K and V stay in the L2
 cache; it takes up to 0.1 s."""
@@ -110,6 +113,8 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
         shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows,)
     else:
         shapes = one.shapes_with_derivative if score.has_derivative else one.shapes
+        if not score.transformed and (problem.window_left < 0 or one.head_dim <= NARROW):
+            shapes = one.shapes_without_modifier
         shapes_able = one.loaded if seqlen.cache or seqlen.paged else shapes
     crowded = score.registers_per_score + (problem.window_left >= 0) > 1
     if crowded or _must_gather(problem):
@@ -207,6 +212,7 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
         cluster=1 if alone else config.cluster,
         split=split,
         combine_in_kernel=split and config.combine_in_kernel,
+        deferred_max=config.deferred_max and config.one_barrier and not ScoreConfig.of(problem).transformed,
     )
 
 

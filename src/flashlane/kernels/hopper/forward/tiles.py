@@ -22,17 +22,22 @@ class TileShape:
     pingpong: bool = False
     late_wait: bool = False
     cluster: int = 1
+    deferred_max: bool = False
 
 
 M256N64S4 = TileShape(64, 4, 4, q_stages=2, pingpong=True)
 """Four consumers and short n-blocks: little is lost at the ends of short sequences of small heads."""
 M256N64S4_FREE = replace(M256N64S4, pingpong=False)
-"""The same without ping-pong, for programs whose steps are longer."""
+"""The same without ping-pong, for programs whose steps are longer, and for a deferred maximum."""
 M192N128S3 = TileShape(128, 3, 3, q_stages=2, pingpong=True)
+M192N128S3_FREE = replace(M192N128S3, pingpong=False)
 M192N80S3 = TileShape(80, 3, 3)
 """Three consumers: an n-block serves more rows, and more products hide a softmax."""
+M192N80S3_TWO = TileShape(80, 3, 3, q_stages=2)
+M192N96S3 = TileShape(96, 3, 3)
 M192N112S2 = TileShape(112, 3, 2)
 M192N112S3 = TileShape(112, 3, 3)
+M192N64S3_ONE = TileShape(64, 3, 3)
 M192N64S3 = TileShape(64, 3, 3, q_stages=2)
 """The same with shorter n-blocks and two stages of Q: less is lost at a diagonal and between tiles."""
 M128N128S3 = TileShape(128, 2, 3, q_in_registers=True)
@@ -54,6 +59,16 @@ def _in_clusters(shape: TileShape) -> TileShape:
 
 def _ping_pong(shape: TileShape) -> TileShape:
     return replace(shape, pingpong=True)
+
+
+def _deferred(shape: TileShape, late_wait: bool = True) -> TileShape:
+    """Blocks without a mask take no row maximum, where scores are only scaled. O is waited for after exponentials."""
+    return replace(shape, deferred_max=True, late_wait=late_wait)
+
+
+def _early(shape: TileShape) -> TileShape:
+    """The same with the wait for O among the exponentials."""
+    return _deferred(shape, late_wait=False)
 
 
 M64N128S3 = TileShape(128, 1, 3)
@@ -83,7 +98,14 @@ class ShapeClass:
     capped: tuple[TileShape, ...] = ()
     """The shapes with a soft cap, where :attr:`shapes` spill in their loops."""
     unmasked: tuple[TileShape, ...] = ()
-    """Those of :attr:`shapes` that are compared only without a mask, as no other problem was timed with them."""
+    """Those that are compared only without a mask: no other problem was timed with them, or they lost under a mask."""
+    plain: tuple[TileShape, ...] = ()
+    """The shapes where scores are only scaled, if others than :attr:`shapes`: their maximum may be deferred."""
+
+    @property
+    def shapes_without_modifier(self) -> tuple[TileShape, ...]:
+        """The shapes where scores are only scaled."""
+        return self.plain or self.shapes
 
     @property
     def shapes_with_derivative(self) -> tuple[TileShape, ...]:
@@ -96,11 +118,14 @@ CLASSES = (
         64, 64, M64N128S3,
         (M192N128S3, M256N64S4, M128N128S4, M64N128S3, _in_clusters(M192N128S3)),
         (M256N64S4, M128N128S4), (M256N64S4, M128N128S4, M64N128S3),
+        plain=(*map(_deferred, (M256N64S4, M256N64S4_FREE, M192N128S3, M192N128S3_FREE)), _early(M64N128S3),
+               _deferred(_in_clusters(M192N128S3))),
     ),
     ShapeClass(
         80, 80, M64N128S3,
         (M192N112S2, M192N80S3, _ping_pong(M192N64S3), M128N128S2, M128N128S3, M64N128S3),
-        (M128N128S2, M128N128S3),
+        (M128N128S2, M128N128S3), unmasked=(_deferred(M128N128S3),),
+        plain=(_deferred(M192N64S3), _early(M192N80S3), _early(M192N96S3), _deferred(M128N128S3), _early(M64N128S3)),
     ),
     ShapeClass(64, 128, M64N128S3, (M192N80S3, M128N128S3, M64N128S3), (M128N128S3,)),
     ShapeClass(
@@ -108,20 +133,25 @@ CLASSES = (
         (TileShape(96, 3, 3), TileShape(80, 3, 3, q_stages=2), M192N112S2, M192N112S3, M128N128S3,
          M64N128S3,
          _in_clusters(TileShape(96, 3, 3))),
-        (M128N128S2, M128N128S3), unmasked=(M192N112S2, M192N112S3),
+        (M128N128S2, M128N128S3), unmasked=(M192N112S2, M192N112S3, _deferred(M128N128S3)),
+        plain=(*map(_deferred, (M192N64S3, M192N80S3_TWO, M128N128S3)), _early(M64N128S3),
+               _deferred(_in_clusters(M192N96S3))),
     ),
     ShapeClass(
         112, 112, M64N128S3,
         (M192N80S3, _ping_pong(M192N64S3), TileShape(160, 2, 2, q_in_registers=True, late_wait=True), M128N128S3,
          M128N128S3_LATE, M64N128S3),
-        (M128N128S3_LATE, M128N128S3),
+        (M128N128S3_LATE, M128N128S3), unmasked=(_deferred(M128N128S3),),
+        plain=(_early(M192N64S3), *map(_deferred, (M192N80S3, M128N128S3)), _early(M64N128S3)),
     ),
     ShapeClass(64, 256, M64N64S4, (M128N80S3, TileShape(64, 2, 4)), (M128N80S3,)),
     ShapeClass(
         128, 128, M64N128S3,
         (M192N80S3, M192N64S3, _ping_pong(M192N64S3), M128N128S3, _ping_pong(M128N128S3), M64N128S3,
          _in_clusters(M192N80S3)),
-        (M128N128S3,),
+        (M128N128S3,), unmasked=(_deferred(M128N128S3), _deferred(_ping_pong(M128N128S3))),
+        plain=(_deferred(M192N64S3), _early(_ping_pong(M192N64S3)), _deferred(M128N128S3),
+               _deferred(_ping_pong(M128N128S3)), _early(M64N128S3), _deferred(_in_clusters(M192N80S3))),
     ),
     ShapeClass(
         192, 128, M64N96S2,
@@ -132,12 +162,14 @@ CLASSES = (
         160, 160, M64N96S2,
         (M128N96S2_REGISTERS, TileShape(64, 3, 2), TileShape(64, 3, 3), M128N64S3, M64N96S2),
         (M128N96S2_REGISTERS,),
+        plain=(_deferred(M128N64S3), _early(M192N64S3_ONE), _deferred(M192N64S3_ONE), _early(M64N96S2)),
     ),
     ShapeClass(128, 256, M64N64S4, (M128N80S3,), (M128N80S3,)),
     ShapeClass(
         192, 192, M64N96S2,
         (M128N64S3_APART, _ping_pong(M128N64S3_APART), M128N96S2, _ping_pong(M128N96S2), M128N80S2, M64N96S2),
         (M128N64S3_APART, M128N96S2),
+        plain=(_deferred(M128N64S3), M64N96S2),
     ),
     ShapeClass(
         256, 256, M64N64S2,
