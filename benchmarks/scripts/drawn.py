@@ -14,7 +14,9 @@ run adds what it lacks. ``--show FILE...`` prints and draws existing files, with
 
 Where the environment names a compile cache of FlashAttention-4 (tools/fa4_cache.py --drawn makes one), kernels that it
 lacks are not compiled, which takes ten seconds each; that peer is then absent. tools/ahead.py --drawn compiles ours on
-another machine. Exit status 1 when an output of ours was wrong, 3 when a kernel broke the GPU's context.
+another machine. On a machine of several GPUs a process a GPU takes each n-th problem (``--share 0/4``) into a folder of
+its own, and ``--join FOLDER...`` puts their rows into the files of ``--out``. Exit status 1 when an output of ours was
+wrong, 3 when a kernel broke the GPU's context.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,8 @@ from flashlane.tuning.candidates import calls_of, candidates_of, sources_of
 SEEDS = Path(__file__).resolve().parents[1] / "seeds.json"
 PEERS = {**PEER_TAGS, "efficient": "(sdpa-efficient)"}
 DEFAULT_PEERS = ("cudnn", "fa2", "fa4")
+Share = tuple[int, int]
+"""Place and number of shares: of N shares the K-th has the problems K, K + N, K + 2N, ..."""
 PROTOCOLS: tuple[TimingProtocol, ...] = ("steady", "flushed")
 """The steady timing comes right after an implementation has run by itself."""
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -431,10 +436,10 @@ class ResultFile:
                 "ok": False, "absent": {OURS: "the process ended while it ran"},
             })  # fmt: skip
 
-    @property
-    def lacking(self) -> list[int]:
+    def lacking(self, share: Share = (0, 1)) -> list[int]:
+        """Numbers of the problems of ``share`` that have no row."""
         done = {row["number"] for row in self.body["rows"]}
-        return [number for number in range(self.problem_list.count) if number not in done]
+        return [number for number in range(share[0], self.problem_list.count, share[1]) if number not in done]
 
     def begin(self, number: int) -> None:
         self.body["begun"] = number
@@ -457,10 +462,10 @@ def line(row: Mapping[str, Any]) -> str:
     return f"{row['number']:3d} {row['problem']:<46} {rate:6.1f}  {ratios or 'no peer'}{wrong}"
 
 
-def run(files: Sequence[ResultFile], measuring: Measuring, seconds: float) -> int:
-    """Time what the files lack, a problem of each list in turn; the exit status."""
+def run(files: Sequence[ResultFile], measuring: Measuring, seconds: float, share: Share) -> int:
+    """Time what the files lack of ``share``, a problem of each list in turn; the exit status."""
     stop, status = time.monotonic() + seconds, 0
-    order = sorted(((number, place) for place, file in enumerate(files) for number in file.lacking))
+    order = sorted(((number, place) for place, file in enumerate(files) for number in file.lacking(share)))
     begun = time.monotonic()
     with Bar(len(order)) as reporter:
         for done, (number, place) in enumerate(order):
@@ -506,6 +511,40 @@ def show(paths: Sequence[Path], folder: Path) -> int:
     return 0
 
 
+def join(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Put the rows of files of one name in ``folders`` into one file of that name in ``out``; these files.
+
+    Raises:
+        ValueError: two of them are of other devices, commits, versions, protocols or peers, or have the same problem.
+    """
+    names = sorted({path.name for folder in folders for path in folder.glob("drawn_*.json")})
+    if not names:
+        raise ValueError(f"--join is {', '.join(map(str, folders))}; no such folder has a file drawn_*.json")
+    for name in names:
+        bodies = [read(folder / name) for folder in folders if (folder / name).is_file()]
+        joined = dict(
+            bodies[0], rows=sorted((row for body in bodies for row in body["rows"]), key=itemgetter("number"))
+        )
+        for body in bodies[1:]:
+            if any(body["environment"].get(key) != joined["environment"].get(key) for key in SAME) or any(
+                body[key] != joined[key] for key in ("kind", "direction", "seed", "count", "protocols", "peers")
+            ):
+                raise ValueError(f"--join has files {name} of two devices, commits, versions, lists or protocols")
+        numbers = [row["number"] for row in joined["rows"]]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"--join has files {name} of which two hold the same problem")
+        write_atomically(out / name, json.dumps(joined, indent=1) + "\n")
+    return [out / name for name in names]
+
+
+def share_of(text: str) -> Share:
+    """``0/4`` as (0, 4): of four shares the first one."""
+    place, _, count = text.partition("/")
+    if not (place.isdigit() and count.isdigit() and int(place) < int(count)):
+        raise argparse.ArgumentTypeError(f"it is {text!r}; it may be 0/4, the first of four shares, to 3/4")
+    return int(place), int(count)
+
+
 def words(parser: argparse.ArgumentParser, option: str, text: str, known: Iterable[str]) -> list[str]:
     chosen = [word for word in text.split(",") if word]
     if not chosen or not set(chosen) <= set(known):
@@ -529,12 +568,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no problem so long after the start")
     parser.add_argument("--compile-fa4", action="store_true", help="compile what FlashAttention-4's cache lacks")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the files")
+    parser.add_argument("--share", type=share_of, default=(0, 1), metavar="K/N", help="each N-th problem from the K-th")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FOLDER", help="join these folders' files in --out")
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="print and draw these; measure nothing")
     arguments = parser.parse_args()
     try:
         if arguments.show:
             return show(arguments.show, arguments.show[0].parent)
+        if arguments.join:
+            return show(join(arguments.join, arguments.out), arguments.out)
         lists = asked(arguments, parser)
+        arguments.out.mkdir(parents=True, exist_ok=True)
         if arguments.peers == "none":
             peers: tuple[Peer, ...] = ()
         else:
@@ -555,7 +599,9 @@ def main() -> int:
     began = time.monotonic()
     arch = arch_of(device)
     problems = [
-        (each.problem_list.problem(n, arch), each.problem_list.direction) for each in files for n in each.lacking
+        (each.problem_list.problem(n, arch), each.problem_list.direction)
+        for each in files
+        for n in each.lacking(arguments.share)
     ]
     compiled = compile_all(problems, arguments.candidates)
     print(f"compiled {compiled} kernels in {time.monotonic() - began:.0f} s", flush=True)
@@ -564,7 +610,7 @@ def main() -> int:
     if device.type == "cuda":
         heat(device)
     with torch.no_grad():
-        status = run(files, measuring, arguments.seconds - (time.monotonic() - started))
+        status = run(files, measuring, arguments.seconds - (time.monotonic() - started), arguments.share)
     show([file.path for file in files if file.path.is_file()], arguments.out)
     return status
 

@@ -354,3 +354,61 @@ def test_what_a_problem_needs_on_a_gpu_is_known_without_one(
     backward = list(script.needed(replace(problem, needs_grad=True), "backward", False))
     assert len(forward) == 1 and len(backward) >= 3 and forward[0] in backward
     assert len(list(script.needed(problem, "forward", True))) > 1
+
+
+def test_shares_of_several_processes_are_joined(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each problem is in one share, and the joined file is what one process would have written."""
+    for place in range(2):
+        assert run(script, monkeypatch, tmp_path / str(place), "--count", "5", "--share", f"{place}/2") == 0
+    assert [[row["number"] for row in bodies(tmp_path / str(place))["drawn_forward_dense_1000"]["rows"]]
+            for place in range(2)] == [[0, 2, 4], [1, 3]]  # fmt: skip
+    assert run(script, monkeypatch, tmp_path / "whole", "--count", "5") == 0
+    monkeypatch.setattr(
+        "sys.argv", ["drawn", "--out", str(tmp_path), "--join", str(tmp_path / "0"), str(tmp_path / "1")]
+    )
+    capsys.readouterr()
+    assert script.main() == 0
+    joined, whole = (
+        json.loads((folder / "drawn_forward_dense_1000.json").read_text()) for folder in (tmp_path, tmp_path / "whole")
+    )
+    assert [(row["number"], row["problem"]) for row in joined["rows"]] == [
+        (row["number"], row["problem"]) for row in whole["rows"]
+    ]
+    assert {key: joined[key] for key in joined if key != "rows"} == {key: whole[key] for key in whole if key != "rows"}
+    assert "picture" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"environment": {"device": "another", "commit": "abc", "torch": "2"}}, "two devices"),
+        ({"seed": 7}, "two devices, commits, versions, lists"),
+        ({}, "hold the same problem"),
+    ],
+)
+def test_what_does_not_belong_together_is_not_joined(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    change: dict[str, Any], message: str,
+) -> None:  # fmt: skip
+    assert run(script, monkeypatch, tmp_path / "a", "--count", "1") == 0
+    (tmp_path / "b").mkdir()
+    body = json.loads((tmp_path / "a" / "drawn_forward_dense_1000.json").read_text())
+    (tmp_path / "b" / "drawn_forward_dense_1000.json").write_text(json.dumps(body | change))
+    monkeypatch.setattr(
+        "sys.argv", ["drawn", "--out", str(tmp_path), "--join", str(tmp_path / "a"), str(tmp_path / "b")]
+    )
+    with pytest.raises(SystemExit):
+        script.main()
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "drawn_forward_dense_1000.json").exists()
+
+
+@pytest.mark.parametrize("share", ["4/4", "1", "a/2", "-1/2"])
+def test_a_share_that_is_none_is_refused(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], share: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run(script, monkeypatch, tmp_path, f"--share={share}")
+    assert "0/4, the first of four shares" in capsys.readouterr().err
