@@ -404,3 +404,29 @@ def test_the_used_rows_of_a_launch_are_those_of_its_call(launches: Launches, ker
             params = launches[-1][-1]
             params = getattr(params, "params", params)
             assert params.seqlen.seqused_k == lengths[number].data_ptr()
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_autograd_saves_each_tensor_once(alike: bool) -> None:
+    """And no place of a tensor that is not given: each costs a backward time."""
+    q, k, v = (torch.randn(12, 2, 64).requires_grad_() for _ in range(3))
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    lengths = cu, cu if alike else cu.clone(), 7, 7
+    saved: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t
+
+    want = torch.autograd.grad(flashlane.flash_attn_varlen_func(q, k, v, *lengths).sum(), (q, k, v))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = flashlane.flash_attn_varlen_func(q, k, v, *lengths)
+    assert len(saved) == 5 + (1 if alike else 2)
+    node = out.grad_fn
+    assert len(node.next_functions) == 3, "q, k and v"
+    for found, right in zip(torch.autograd.grad(out.sum(), (q, k, v)), want, strict=True):
+        assert torch.equal(found, right)
+    sinks = torch.randn(2).requires_grad_()
+    flashlane.flash_attn_varlen_func(q, k, v, *lengths, sinks=sinks)
+    out = flashlane.flash_attn_varlen_func(q, k, v, *lengths, sinks=sinks)
+    assert torch.autograd.grad(out.sum(), sinks)[0].abs().sum() > 0

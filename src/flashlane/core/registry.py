@@ -341,10 +341,11 @@ class BackwardKernel(ABC):
 
         Returns:
             A function of q, k, v, out, lse and do that gives the gradients of q, k and v; the LSE has none. Of a call
-            that has other tensors too it is given the inputs, and gives all gradients but the bias'. The tensors have
-            the shapes and dtypes of this call. Where the caller gives dq, a tensor of q's shape and dtype whose
-            rows are contiguous, the gradient of q is written there. The function gives None, and has done nothing,
-            where :meth:`run` is to be called instead, as for strides that need a copy. None: there is no such function.
+            that has other tensors too it is given the inputs, and gives all gradients but the bias' where one of these
+            has a gradient. The tensors have the shapes and dtypes of this call. Where the caller gives dq, a tensor of
+            q's shape and dtype whose rows are contiguous, the gradient of q is written there. The function gives None,
+            and has done nothing, where :meth:`run` is to be called instead, as for strides that need a copy. None:
+            there is no such function.
         """
         return None
 

@@ -21,7 +21,6 @@ from flashlane.core.problem import (
     Gradients,
     Inputs,
     lengths_of,
-    others_of,
     tensors_of,
 )
 from flashlane.core.registry import Kernel, RepeatBackward
@@ -61,7 +60,8 @@ class Attention(torch.autograd.function._SingleLevelFunction):
 class _Repeated(torch.autograd.function._SingleLevelFunction):
     """A call like that of a cache entry, which nothing observes.
 
-    With ``inputs``, which a call of q, k and v alone has not, ``modifiers`` are the other differentiable arguments.
+    ``inputs`` is None in a call of q, k and v alone. ``modifiers`` are the other differentiable arguments, where one
+    of them is given: each costs autograd time, given or not.
     Its results are the output and the LSE; or the output alone where nobody wants the LSE, which costs autograd less.
     Where the entry does not run the call, the result is None and nothing is recorded.
     """
@@ -86,23 +86,23 @@ class _Repeated(torch.autograd.function._SingleLevelFunction):
         if inputs is None:
             ctx.save_for_backward(q, k, v, out, lse)
         else:
-            ctx.save_for_backward(q, k, v, out, lse, *others_of(inputs))
-            ctx.lengths = lengths_of(inputs)
+            ctx.save_for_backward(q, k, v, out, lse, *entry.others_of(inputs))
         return result if wants_lse else out
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None = None) -> tuple[Any, ...]:
         q, k, v, out, lse, *others = ctx.saved_tensors
         entry = ctx.entry
-        inputs = Inputs(q, k, v, *others, *ctx.lengths) if others else None
+        inputs = entry.inputs_with(q, k, v, others) if others else None
         if dlse is None and type(do) is torch.Tensor and not (torch.is_grad_enabled() or is_observed() or do.is_neg()):
             repeat = entry.repeat_backward or _prepare_backward(entry, inputs or Inputs(q, k, v))
             found = repeat(q, k, v, out, lse, do, None, inputs)
             if found is not None:
-                return None, None, None, *found
-        bias_grad = inputs is not None and ctx.needs_input_grad[3 + _BIAS]
+                missing = len(DIFFERENTIABLE) - len(found) if entry.modified else 0
+                return None, None, None, *found, *(None,) * missing
+        bias_grad = entry.modified and ctx.needs_input_grad[3 + _BIAS]
         grads = _gradients(entry.problem, inputs or Inputs(q, k, v), entry.kernel, out, lse, do, dlse, bias_grad)
-        return None, None, None, *(grads if others else grads[:3])
+        return None, None, None, *(grads if entry.modified else grads[:3])
 
 
 def _prepare_backward(entry: call_cache.Entry, inputs: Inputs) -> RepeatBackward:
@@ -157,10 +157,10 @@ def recorded(
     wants_lse: bool = True,
 ) -> OutAndLse | None:
     """A call like that of a cache entry, recorded by autograd; the arguments and results are those of its ``run``."""
-    if inputs is None:
-        found = _Repeated.apply(entry, None, wants_lse, q, k, v)
-    else:
+    if entry.modified and inputs is not None:
         found = _Repeated.apply(entry, inputs, wants_lse, *schema.differentiable_of(inputs))
+    else:
+        found = _Repeated.apply(entry, inputs, wants_lse, q, k, v)
     return found if wants_lse or found is None else (found, None)
 
 

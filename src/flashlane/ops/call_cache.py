@@ -21,6 +21,7 @@ import torch
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import (
+    DIFFERENTIABLE,
     LENGTHS,
     TENSORS,
     VECTOR_BYTES,
@@ -69,6 +70,12 @@ class Entry:
     """Whether each call's lengths and tables must be checked: :meth:`holds`."""
     autocast: torch.dtype | None = None
     """The dtype of the autocast under which it was checked, which q, k and v had already; None: there was none."""
+    others_of: Callable[[Inputs], Tensors] = lambda inputs: ()
+    """The tensors besides q, k and v of such a call, each once: what autograd saves of them."""
+    inputs_with: Callable[..., Inputs] = Inputs
+    """The inputs again, of q, k, v and these tensors."""
+    modified: bool = False
+    """Whether a differentiable tensor besides q, k and v is given."""
     repeat_backward: RepeatBackward | None = None
     """See :meth:`flashlane.core.registry.BackwardKernel.prepare`; None until the first backward of such a call."""
 
@@ -188,6 +195,9 @@ def remember(
     guards = guard, _inputs_guard(inputs, guard)
     run, reads = _runner(problem, inputs, kernel), contents_are_read(inputs)
     entry = Entry(*guards, wants_grad(inputs), problem, kernel, run, reads, autocast)
+    if more:
+        entry.others_of, entry.inputs_with = _saving(_first_places(inputs), lengths_of(inputs))
+        entry.modified = any(getattr(inputs, name) is not None for name in DIFFERENTIABLE[3:])
     if len(_entries) >= SIZE:
         forget()
     shaped = _shaped(key, tensors)
@@ -219,9 +229,14 @@ def _guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
 
 def _inputs_guard(inputs: Inputs, guard: Callable[..., bool]) -> Callable[[Inputs], bool]:
     """See :attr:`Entry.inputs_guard`; ``guard`` says it of the tensors, each taken once."""
+    return _comparison(_first_places(inputs), tuple(map(type, lengths_of(inputs))))(guard)
+
+
+def _first_places(inputs: Inputs) -> tuple[int, ...]:
+    """For each tensor of :class:`Inputs` at which place, from 1, it is given first; 0: it is not given."""
     given = None, *tensors_of(inputs)
     ids = tuple(map(id, given))
-    return _comparison(tuple(map(ids.index, ids[1:])), tuple(map(type, lengths_of(inputs))))(guard)
+    return tuple(map(ids.index, ids[1:]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -229,7 +244,7 @@ def _comparison(first: tuple[int, ...], types: tuple[type, ...]) -> Callable[...
     """Code that compares the tensors of a call with one another, in place of what a key would be built of.
 
     Args:
-        first: for each tensor of :class:`Inputs` at which place, from 1, it is given first; 0: it is not given.
+        first: see :func:`_first_places`.
         types: of the greatest lengths.
 
     Returns:
@@ -243,6 +258,20 @@ def _comparison(first: tuple[int, ...], types: tuple[type, ...]) -> Callable[...
     terms = [" is ".join((*absent, "None"))] if absent else []
     terms += [*again, *(f"type(inputs.{name}) is {name}" for name in LENGTHS), f"check({', '.join(once)})"]
     return eval(f"lambda check: lambda inputs: {' and '.join(terms)}", dict(zip(LENGTHS, types, strict=True)))
+
+
+@functools.lru_cache(maxsize=256)
+def _saving(
+    first: tuple[int, ...], lengths: tuple[Any, ...]
+) -> tuple[Callable[[Inputs], Tensors], Callable[..., Inputs]]:
+    """Code for :attr:`Entry.others_of` and :attr:`Entry.inputs_with`: each backward runs it."""
+    own = [n for n, at in enumerate(first, 1) if at == n > 3]
+    save = "".join(f"inputs.{TENSORS[n - 1]}, " for n in own)
+    again = ["None" if not at else TENSORS[at - 1] if at <= 3 else f"others[{own.index(at)}]" for at in first]
+    names = {"Inputs": Inputs, "lengths": lengths}
+    return eval(f"lambda inputs: ({save})"), eval(
+        f"lambda q, k, v, others: Inputs({', '.join(again)}, *lengths)", names
+    )
 
 
 def shapes(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

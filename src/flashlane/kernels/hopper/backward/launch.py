@@ -451,9 +451,9 @@ class PreparedBackward:
                     complete(number, block.params[1 + number])
             block.enqueue(stream_of(index))
             plan.release(key, block)
-            if inputs is None:
+            if partials is None:
                 return dq, dk, dv
-            return Gradients(dq, dk, dv, **({} if partials is None else row_gradients(partials, inputs)))
+            return Gradients(dq, dk, dv, **row_gradients(partials, inputs))
 
         return repeat
 
