@@ -150,8 +150,8 @@ CLASSES = (
         (M192N80S3, M192N64S3, _ping_pong(M192N64S3), M128N128S3, _ping_pong(M128N128S3), M64N128S3,
          _in_clusters(M192N80S3)),
         (M128N128S3,), unmasked=(_deferred(M128N128S3), _deferred(_ping_pong(M128N128S3))),
-        plain=(_deferred(M192N64S3), _early(_ping_pong(M192N64S3)), _deferred(M128N128S3),
-               _deferred(_ping_pong(M128N128S3)), _early(M64N128S3), _deferred(_in_clusters(M192N80S3))),
+        plain=(*map(_deferred, (M192N64S3, M128N128S3, _ping_pong(M128N128S3), _in_clusters(M192N80S3))),
+               _early(M64N128S3)),
     ),
     ShapeClass(
         192, 128, M64N96S2,
