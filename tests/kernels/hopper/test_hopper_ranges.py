@@ -11,7 +11,7 @@ import torch
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.ranges import OWN, Chunk, Range, Ranges
 from flashlane.kernels import makespan
-from flashlane.kernels.hopper.forward import cost, ranged, select
+from flashlane.kernels.hopper.forward import cost, ranged, select, tiles
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 
 SMS = 132
@@ -115,16 +115,16 @@ def of_first_rank(tokens: int) -> Ranges:
 
 
 def test_tiles_over_own_keys_come_first_where_others_come_late() -> None:
-    """With 32 KV heads 268 MB come in 720 µs, and the first tiles' keys are read in 550."""
+    """With 32 KV heads 268 MB come in 720 µs, and the first tiles' keys are read in 390."""
     problem = asked(8192, 32768, kv_heads=32, varlen=True, batch=2)
-    config = KERNEL.config(problem)
+    config = select.config_of_shape(tiles.M192N80S3, problem)
     before = ranged.tiles_end_with_rows(of_first_rank(16384), config.block_m)
     after = ranged.own_keys_first(problem, before, config)
     assert torch.equal(last_keys(after, 16384), last_keys(before, 16384))
     first, second, *_ = after.sequences
     assert first.q_stop == 8192 and (second.q_first, second.q_stop) == (8320, 16384) and after.chunks == before.chunks
     launch = cost.Launch(ranged.as_problems(problem, after)[0], config, 1)
-    assert 160 < sum(launch.costs) * 32 / SMS < 230, "as long as the wait would be, and not much longer"
+    assert 330 < sum(launch.costs) * 32 / SMS < 450, "as long as the wait would be, and not much longer"
 
     def time(ranges: Ranges) -> float:
         parts = [cost.Launch(part, config, 1) for part in ranged.as_problems(problem, ranges)]
