@@ -120,9 +120,11 @@ def test_the_gradients_compile_as_the_schedule_needs(config_and_source: tuple[An
     steady = [inside for loop in steady_loops(text) if (inside := families(loop))["HGMMA"] > 128 // 16]
     assert steady
     for inside in steady:  # nothing in them goes to local memory; from there comes at most the number of steps
-        # With a cap and slopes one value of the narrow heads' tile goes there and back.
+        # With a cap and slopes one value of the narrow heads' tile goes there and back, and two of D 128 after a peeled
+        # first step.
         stores = constants["SOFTCAP"] and constants["ALIBI"] and config.head_dim == 64
-        assert inside["STL"] <= stores and inside["LDL"] <= 1
+        stores += 2 * getattr(config, "peels", False)
+        assert inside["STL"] <= stores and inside["LDL"] <= 1 + stores
         assert not inside["F2I"], "a division by what the compiler does not know"
     if source.entry == ONE_CTA:
         atomics = config.dq == "register_atomics"

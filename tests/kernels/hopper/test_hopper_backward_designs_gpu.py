@@ -194,13 +194,15 @@ LENGTHS = ((534, 534), (777, 1111), (640, 129), (333, 1500))
 
 def with_tma_stores(problem: AttentionProblem, long_steps: bool) -> Any:
     """The table's configuration, or one with room for dK and dV in shared memory; with long steps it has no room but
-    where dS and dQ were."""
+    where dS and dQ were, and its first steps are peeled where they may be."""
     config: Any = replace(config_of(problem).specialised(problem), tma_stores=True)
     if config.design == "two_cta":
         return config
-    if long_steps and problem.head_dim > 96 and not problem.deterministic:
-        long = replace(config, block_m=80, k_stages=1, ping_pong="off", dq="tma_reduce_add", postprocess="own_launch")
-        return replace(long, skips_hidden=False).specialised(problem)
+    if long_steps and max(problem.head_dim, problem.head_dim_v) > 64 and not problem.deterministic:
+        rows, dq = (80, "tma_reduce_add") if problem.head_dim > 96 else (96, "register_atomics")
+        long = replace(config, block_m=rows, k_stages=1, dq=dq, postprocess="own_launch", skips_hidden=False)
+        peeled = not (config.score.words() or problem.varlen)
+        return replace(long, peeled=peeled, ping_pong="until_complete" if peeled else "off").specialised(problem)
     if config.staging != "registers":
         return config
     if problem.deterministic:
@@ -235,7 +237,8 @@ def test_tma_stores_the_bits_that_consumers_store(variant: Variant) -> None:
         by_tma = run(problem, rows, what, config)
         wrong = complaints(rows, what, by_tma)
         assert not wrong, f"{item}: {'; '.join(wrong)}"
-        by_consumers = run(problem, rows, what, replace(config, tma_stores=False))
+        plain = {"peeled": False} if config.design == "one_cta" else {}
+        by_consumers = run(problem, rows, what, replace(config, tma_stores=False, **plain))
         assert equal(by_tma, by_consumers, ("k", "v")), str(item)
     assert staged >= DRAWS // 4
 

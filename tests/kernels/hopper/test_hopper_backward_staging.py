@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from sass_loops import families, steady_loops
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.backward.config import SPILLS_ALLOWED
 from flashlane.kernels.hopper.backward.kernel import config_of, config_of_rank
 from flashlane.kernels.hopper.backward.launch import MAPPED, STORED
-from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
+from flashlane.kernels.hopper.backward.one_cta.config import IN_DS, OneCtaConfig
 
 ARCH = "sm_90a"
 CAUSAL, WINDOW = {"window_right": 0}, {"window_left": 500, "window_right": 0}
@@ -49,13 +50,15 @@ def config_with(*args: Any, **more: Any) -> OneCtaConfig:
         (96, CAUSAL, "in_turn"),
         (80, WINDOW, "in_turn"),
         (88, {}, "in_turn"),
-        (96, {}, "registers"),
+        (96, {}, "ds_and_room"),
+        (72, {"seqlen": 4096}, "ds_and_room"),
+        (88, {**CAUSAL, "seqlen": 5000}, "ds_and_room"),
         (64, {**CAUSAL, "softcap": 30.0}, "registers"),
         (96, {**CAUSAL, "varlen": True}, "registers"),
         (96, {**CAUSAL, "deterministic": True}, "registers"),
         (128, {**CAUSAL, "varlen": True}, "registers"),
-        (128, {"seqlen": 4096}, "ds_and_dq"),  # steps of 80 queries leave no other room
-        (104, {**CAUSAL, "seqlen": 4096}, "ds_and_dq"),
+        (128, {"seqlen": 4096}, "ds_and_dq"),  # steps of 80 queries leave no other room; its last tiles are split
+        (104, {**CAUSAL, "seqlen": 4096}, "dq_and_ds"),
         (128, {**CAUSAL, "seqlen": 4096, "alibi": True}, "registers"),
     ],
 )
@@ -125,7 +128,7 @@ def test_head_dims_72_to_96_have_small_steps_where_these_were_faster(
 ) -> None:
     config = config_with(head_dim, seqlen=seqlen, **more)
     assert (config.block_m, config.postprocess, config.dq) == (rows, postprocess, "register_atomics")
-    assert config.tma_stores == (config.k_stages == 2) == (rows == 64)
+    assert config.tma_stores and (config.k_stages == 2) == (rows == 64) != config.peels
 
 
 def test_few_causal_steps_add_from_registers_up_to_120() -> None:
@@ -140,17 +143,76 @@ def test_few_causal_steps_add_from_registers_up_to_120() -> None:
 
 def test_dv_takes_the_place_of_ds_and_dk_that_of_dq() -> None:
     """They take no bytes of their own, so that each fits where the other tile of the warps ends."""
-    config = config_with(128, seqlen=4096)
+    config = replace(config_with(128, seqlen=4096), split_q=False)
     without = replace(config, tma_stores=False)
-    assert config.staging == "ds_and_dq" and config.shared_memory == without.shared_memory
+    assert config.staging == "dq_and_ds" and config.shared_memory == without.shared_memory
+    for other in ({"split_q": True}, {"peeled": False}):
+        assert replace(config, **other).staging == "ds_and_dq", "dV is complete, and its place free, after the last dQ"
     fits = {rows: replace(config, block_m=rows).staging for rows in (48, 80)}
-    assert fits == {48: "both", 80: "ds_and_dq"}, "fewer queries leave room"
+    assert fits == {48: "both", 80: "dq_and_ds"}, "fewer queries leave room"
     for other in (
         {"k_stages": 2, "block_m": 80},
         {"dq": "register_atomics"},
         {"dq": "ordered_tma_reduce_add", "split_q": False},
     ):
-        assert replace(config, **other).staging != "ds_and_dq", other
+        assert replace(config, **other).staging not in IN_DS, other
+
+
+def test_a_chunk_of_dk_has_room_besides_ds_at_72_to_96() -> None:
+    config = config_with(96, seqlen=4096)
+    assert config.staging == "ds_and_room" and config.regions["dK and dV"] == KEYS * 128
+    for other in ({"block_m": 80}, {"head_dim": 64}, {"k_stages": 2}, {"f32_dkdv": True}):
+        assert replace(config, **other).staging != "ds_and_room", other
+
+
+LONG = {"seqlen": 4096}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "more", "peels"),
+    [
+        (128, LONG, True),
+        (104, {**CAUSAL, **LONG}, True),
+        (96, LONG, True),
+        (96, {**CAUSAL, **LONG}, True),
+        (128, {**CAUSAL, "seqlen": 12000, "varlen": True}, True),
+        (128, {"seqlen": 12000, "varlen": True}, False),
+        (96, {**CAUSAL, "seqlen": 12000, "varlen": True}, False),
+        (128, {**LONG, "deterministic": True}, False),
+        (128, {**LONG, "alibi": True}, False),
+        (64, LONG, False),
+        (128, CAUSAL, False),
+        (128, {**WINDOW, **LONG}, False),
+    ],
+)
+def test_first_steps_are_peeled_where_that_was_faster(head_dim: int, more: dict[str, Any], peels: bool) -> None:
+    config = config_with(head_dim, **more)
+    assert config.peels == peels
+    if not peels:
+        return
+    for other in ({"k_stages": 2}, {"skips_hidden": True}, {"dq": "ordered_tma_reduce_add", "split_q": False}):
+        assert not replace(config, **other).peels, other
+    of_rank = None if more.get("varlen") else config_of_rank(problem_with(head_dim, **more))
+    if of_rank is not None:
+        full = head_dim > 96 and "window_right" not in more
+        assert not of_rank.peels and of_rank.ping_pong == ("until_complete" if full else "off")
+
+
+@pytest.mark.parametrize(("head_dim", "more"), [(128, {}), (104, CAUSAL), (96, {})])
+def test_a_peeled_step_leaves_the_loop_its_registers(head_dim: int, more: dict[str, Any]) -> None:
+    """The first step has all products but dQ. The loop has no more instructions than without it."""
+    config = replace(config_with(head_dim, **more, **LONG), split_q=False)
+    assert config.peels
+    products, of_loop = [], []
+    for each in (config, replace(config, peeled=False)):
+        text = jit.disassemble(jit.compile(each.gradient_sources()[0], ARCH).cubin)
+        if text is None:
+            pytest.skip("no disassembler")
+        products.append(jit.sass.count_instructions(text)["HGMMA"])
+        of_loop.append(min(len(loop) for loop in steady_loops(text) if families(loop)["HGMMA"] > 16))
+    first_step = 2 * -(-head_dim // 16) + 2 * (config.block_m // 16)  # S and dP over columns, dV and dK over queries
+    assert products[0] == products[1] + first_step
+    assert of_loop[0] <= of_loop[1]
 
 
 @pytest.mark.parametrize("head_dims", [(136, 136), (192, 192), (192, 128)])

@@ -14,10 +14,13 @@ MAX_COLUMNS = 256
 
 
 @functools.cache
-def wgmma_header(dtype: str, columns: tuple[int, ...], n_inner: tuple[int, ...] = ()) -> str:
+def wgmma_header(
+    dtype: str, columns: tuple[int, ...], n_inner: tuple[int, ...] = (), rs_first: tuple[int, ...] = ()
+) -> str:
     """``Wgmma<N>`` for each N of ``columns``, with operands of a dtype and f32 accumulators.
 
-    Those of ``n_inner`` also have products of two tiles in shared memory whose B has n innermost.
+    Those of ``n_inner`` also have products of two tiles in shared memory whose B has n innermost. Those of ``rs_first``
+    have a first product with A in registers.
 
     Raises:
         ValueError: a size is not a multiple of 8 from 8 to 256.
@@ -26,11 +29,11 @@ def wgmma_header(dtype: str, columns: tuple[int, ...], n_inner: tuple[int, ...] 
     for n in sorted({*columns, *n_inner}):
         if n % 8 or not 8 <= n <= MAX_COLUMNS:
             raise ValueError(f"columns is {n}; wgmma takes multiples of 8 from 8 to {MAX_COLUMNS}")
-        parts.append(_shape(SUFFIXES[dtype], n, n in n_inner))
+        parts.append(_shape(SUFFIXES[dtype], n, n in n_inner, n in rs_first))
     return "\n".join(parts) + "\n"
 
 
-def _shape(suffix: str, n: int, n_inner: bool) -> str:
+def _shape(suffix: str, n: int, n_inner: bool, rs_first: bool) -> str:
     count = n // 2
     accumulators = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
@@ -44,6 +47,14 @@ def _shape(suffix: str, n: int, n_inner: bool) -> str:
         return (
             f"  static __device__ __forceinline__ void {name}(float (&d)[{count}], u64 a, u64 b) {{\n"
             f'    asm volatile("{text}"\n      : {outputs.replace("+f", "=f")}\n      : "l"(a), "l"(b));\n  }}'
+        )
+
+    def first_of_registers(name: str, tail: str) -> str:
+        text = f"{{ .reg .pred p; setp.ne.b32 p, 0, 0; {instruction}, {registers}, %{count + 4}, p, {tail}; }}"
+        return (
+            f"  static __device__ __forceinline__ void {name}(float (&d)[{count}], const u32* a, u64 b) {{\n"
+            f'    asm volatile("{text}"\n      : {outputs.replace("+f", "=f")}\n'
+            f'      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));\n  }}'
         )
 
     def function(name: str, argument: str, a: str, operands: int, tail: str, inputs: str) -> str:
@@ -65,6 +76,7 @@ def _shape(suffix: str, n: int, n_inner: bool) -> str:
             first("ss_mt_first", "1, 1, 1, 0"),
             function("rs", "const u32* a", registers, 4, "1, 1, 0", in_registers),
             function("rs_mn", "const u32* a", registers, 4, "1, 1, 1", in_registers),
+            *((first_of_registers("rs_mn_first", "1, 1, 1"),) if rs_first else ()),
             *(more if n_inner else ()),
             "};",
         )

@@ -154,6 +154,7 @@ class GradientConfig(ABC):
         registers: tuple[int, int],
         headers: tuple[tuple[str, str], ...] = (),
         n_inner: tuple[int, ...] = (),
+        rs_first: tuple[int, ...] = (),
         **extra: int,
     ) -> KernelSource:
         """``<name>.cu`` with these constants and those of the design.
@@ -164,6 +165,7 @@ class GradientConfig(ABC):
             registers: of a producer and of a consumer thread.
             headers: names and texts of further headers.
             n_inner: columns of products whose second operand has them innermost in shared memory.
+            rs_first: columns of products with their first operand in registers that begin a sum.
             extra: constants that only the kernel's design has.
         """
         constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **extra}
@@ -173,7 +175,7 @@ class GradientConfig(ABC):
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
         constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits, "MIXED_DQ": self.mixed_dq}
         constants |= {"F32_DKDV": self.f32_dkdv, "ZEROING_CTAS": self.zeroing_ctas}
-        headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner)),)
+        headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner, rs_first)),)
         headers += ((PROGRAM_HEADER, self.program or NO_PROGRAM),)
         return _source(name, self, constants, headers)
 

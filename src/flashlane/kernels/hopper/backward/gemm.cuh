@@ -44,17 +44,40 @@ __device__ __forceinline__ void gemm_rs(float (&d)[DIM / 2], const u32 (&a)[ROWS
     wgmma_commit();
 }
 
-// This thread's index in its warpgroup, read from %tid at each call, so that no register holds it between calls.
+// The same, d = A·B.
+template <int DIM, int ROWS>
+__device__ __forceinline__ void gemm_rs_first(float (&d)[DIM / 2], const u32 (&a)[ROWS / 4], u32 b) {
+    const u64 b_first = wgmma_n_inner(b, ROWS * ROW_BYTES);
+    wgmma_fence();
+    Wgmma<DIM>::rs_mn_first(d, &a[0], b_first);
+#pragma unroll
+    for (int i = 1; i < ROWS / 16; ++i) Wgmma<DIM>::rs_mn(d, &a[4 * i], b_first + i * (16 * ROW_BYTES / 16), true);
+    wgmma_commit();
+}
+
+template <int N>
+__device__ __forceinline__ void zero_accumulator(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) d[i] = 0.f;
+}
+
+// This thread's index in its warpgroup, and the warpgroup's, read from %tid at each call, so that no register holds
+// them between calls.
 __device__ __forceinline__ int warpgroup_thread() {
     u32 thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return static_cast<int>(thread % WARPGROUP);
 }
+__device__ __forceinline__ int warpgroup_of_thread() {
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return static_cast<int>(thread / WARPGROUP);
+}
 
 // Writes a warp's 16 rows of an accumulator, times `factor`, to shared memory as TMA stores them: chunks of 64 columns,
-// swizzled, CHUNK_BYTES apart. `to` is a multiple of 1024.
-template <int DIM, u32 CHUNK_BYTES>
-__device__ __forceinline__ void stage_accumulator(const float (&d)[DIM / 2], u32 to, float factor) {
+// swizzled, `chunk_bytes` apart. `to` is a multiple of 1024.
+template <int DIM>
+__device__ __forceinline__ void stage_accumulator(const float (&d)[DIM / 2], u32 to, u32 chunk_bytes, float factor) {
     const int lane = threadIdx.x % WARP, row = lane % 16;
     const u32 first = to + row * ROW_BYTES + ((lane / 16 ^ row % 8) << 4);
 #pragma unroll
@@ -65,7 +88,7 @@ __device__ __forceinline__ void stage_accumulator(const float (&d)[DIM / 2], u32
             const int j = 4 * n + 2 * i;
             word[i] = n + i / 2 < DIM / 8 ? Convert<Element>::pack(d[j] * factor, d[j + 1] * factor) : 0u;
         }
-        stmatrix_x4((first ^ (n % 8 << 4)) + n / 8 * CHUNK_BYTES, word[0], word[1], word[2], word[3]);
+        stmatrix_x4((first ^ (n % 8 << 4)) + n / 8 * chunk_bytes, word[0], word[1], word[2], word[3]);
     }
 }
 

@@ -19,10 +19,13 @@ Postprocess = Literal["own_launch", "idle_warps", "last_addition"]
 """Where dQ is computed from dq_accum."""
 PingPong = Literal["off", "until_issued", "until_complete"]
 """How long a consumer warpgroup has the tensor cores alone for the first two products of a step."""
-Staging = Literal["registers", "both", "in_turn", "ds_and_dq"]
+Staging = Literal["registers", "both", "in_turn", "ds_and_dq", "dq_and_ds", "ds_and_room"]
 """Where dK and dV of a tile lie until they are stored: in registers, from which consumers store them; or in shared
 memory, from which TMA does, with room for both or for one at a time, dV first; else dV where dS was, and dK where dQ
-was."""
+was; or dV where dQ was, under the tile's last dQ, and dK where dS was; or both where dS was, with room for what is
+left of dK."""
+IN_DS: tuple[Staging, ...] = ("ds_and_dq", "dq_and_ds", "ds_and_room")
+"""Those in the place of dS, which the first step of the next tile needs again."""
 DQ_POLICIES: dict[tuple[Dq, Postprocess], str] = {
     ("register_atomics", "own_launch"): "RegisterAtomics",
     ("register_atomics", "idle_warps"): "RegisterAtomicsInKernelDq",
@@ -63,6 +66,8 @@ class OneCtaConfig(GradientConfig):
     """The launch zeroes dq_accum of all heads but the first ones (``in_kernel_zeros.cuh``)."""
     skips_hidden: bool = False
     """A consumer makes no products of a step in which its keys are hidden."""
+    peeled: bool = False
+    """The first step of a tile is a copy of the loop's body without a dQ, where it has none to make (:attr:`peels`)."""
 
     design: ClassVar[str] = "one_cta"
     block_n: ClassVar[int] = CHUNK * CONSUMERS
@@ -84,6 +89,11 @@ class OneCtaConfig(GradientConfig):
         return self.dq == "ordered_tma_reduce_add"
 
     @property
+    def peels(self) -> bool:
+        """:attr:`peeled`, where a tile's first step makes no dQ of the tile before, and dQ is added in any order."""
+        return self.peeled and self.k_stages == 1 and not (self.in_order or self.skips_hidden)
+
+    @property
     def stores_by_tma(self) -> bool:  # type: ignore[override]
         return self.staging != "registers"
 
@@ -99,16 +109,25 @@ class OneCtaConfig(GradientConfig):
                 if sum(self._regions(staging).values()) <= shared_limit(ARCH):
                     return staging
             if self._fits_ds_and_dq:
-                return "ds_and_dq"
+                return "dq_and_ds" if self.peels and not self.split_q else "ds_and_dq"
+            if self._fits_ds_and_room:
+                return "ds_and_room"
         return "registers"
 
     @property
+    def _fits_ds_and_room(self) -> bool:
+        """Three chunks of two warps in a consumer's half of a stage of dS, of two of dV and two of dK."""
+        rows, chunk = CHUNK * CONSUMERS // 8, CHUNK * 2
+        two_chunks = row_bytes(self.head_dim) == row_bytes(self.head_dim_v) == 2 * chunk
+        fits = two_chunks and self.k_stages == 1 and 2 * 3 * rows * chunk <= self.block_m * chunk
+        return fits and sum(self._regions("ds_and_room").values()) <= shared_limit(ARCH)
+
+    @property
     def _fits_ds_and_dq(self) -> bool:
-        """Two warps' rows of dV in a consumer's half of a stage of dS, and a warp's of dK in a fragment of dQ."""
-        rows = CHUNK * CONSUMERS // 8
+        """Two warps' rows of dV or dK in a consumer's half of a stage of dS, and a warp's in a fragment of dQ."""
+        rows = CHUNK * CONSUMERS // 8 * row_bytes(max(self.head_dim, self.head_dim_v))
         added_by_tma = self.dq == "tma_reduce_add" and self.dq_stages == 1 and self.k_stages == 1
-        fits_ds = 2 * rows * row_bytes(self.head_dim_v) <= self.block_m * CHUNK * 2
-        return added_by_tma and fits_ds and rows * row_bytes(self.head_dim) <= CHUNK * self.slice_rows
+        return added_by_tma and 2 * rows <= self.block_m * CHUNK * 2 and rows <= CHUNK * self.slice_rows
 
     @property
     def in_kernel_dq(self) -> bool:  # type: ignore[override]
@@ -159,7 +178,7 @@ class OneCtaConfig(GradientConfig):
             "Q": self.q_stages * m * qk,
             "dO": self.do_stages * m * v,
             "dS": 2 * m * n * 2,
-            "dK and dV": n * {"both": qk + v, "in_turn": max(qk, v)}.get(staging, 0),
+            "dK and dV": n * {"both": qk + v, "in_turn": max(qk, v), "ds_and_room": CHUNK * 2}.get(staging, 0),
             "dQ": slices * CHUNK * 4 * self.slice_rows,
             "statistics": stages * m * 4,
             "records": 2 * TILE_BYTES + (STEP_BYTES + DQ_TARGETS_BYTES) * self.q_stages,
@@ -191,17 +210,22 @@ class OneCtaConfig(GradientConfig):
             f"constexpr bool OWN_LOOPS = {int(self.own_loops or self.mixed_dq)};\n"
             f"constexpr Staging STAGING = Staging::{self.staging.upper()};\n"
             f"constexpr bool SKIPS_HIDDEN = {int(self.skips_hidden)};\n"
+            f"constexpr bool PEELED = {int(self.peels)};\n"
         )
         headers = (("one_cta_policies.cuh", policies),)
         n_inner = (self.head_dim - CHUNK,) if self.mixed_dq else ()
-        return (self.gradient_source("one_cta/kernel", columns, self.registers, headers, n_inner, **constants),)
+        rs_first = (self.head_dim, self.head_dim_v) if self.peels else ()
+        return (
+            self.gradient_source("one_cta/kernel", columns, self.registers, headers, n_inner, rs_first, **constants),
+        )
 
     def of_rank(self, query_ranges: bool) -> OneCtaConfig:
         """The tile for a rank's share of a call; the m-blocks of two ranges are not counted for idle warps.
 
         All n-blocks are tiles, as the preprocess kernel would zero the gradients of the others in the operands' type.
         """
-        tile = replace(self, unseen_keys=False, f32_dkdv=True, in_kernel_zeros=False)
+        ping_pong: PingPong = "off" if self.peeled and self.has_right else self.ping_pong  # as without a peeled step
+        tile = replace(self, unseen_keys=False, f32_dkdv=True, in_kernel_zeros=False, peeled=False, ping_pong=ping_pong)
         postprocess: Postprocess = "own_launch"
         return replace(tile, postprocess=postprocess, query_ranges=True, skips_hidden=False) if query_ranges else tile
 

@@ -22,14 +22,15 @@ __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], c
 // past the end of the keys are outside the tensor.
 template <int DIM>
 __device__ __forceinline__ void stage_and_store(const float (&d)[DIM / 2], const WorkTile& tile, int first_row,
-                                                const TensorMap& map, u32 at, float factor) {
-    stage_accumulator<DIM, STAGED_CHUNK>(d, at, factor);
+                                                const TensorMap& map, u32 at, float factor,
+                                                u32 chunk_bytes = STAGED_CHUNK) {
+    stage_accumulator<DIM>(d, at, chunk_bytes, factor);
     fence_proxy_async();
     __syncwarp();
     if (threadIdx.x % WARP == 0) {
 #pragma unroll
         for (int i = 0; i < DIM; i += CHUNK_COLUMNS)
-            tma_store(map, at + i / CHUNK_COLUMNS * STAGED_CHUNK, i, tile.first_key + first_row, tile.kv_head,
+            tma_store(map, at + i / CHUNK_COLUMNS * chunk_bytes, i, tile.first_key + first_row, tile.kv_head,
                       tile.seqlen.k_batch);
         bulk_commit();
     }

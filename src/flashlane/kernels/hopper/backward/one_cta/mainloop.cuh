@@ -1,37 +1,19 @@
 // A consumer warpgroup of the one-CTA backward: the loop over tiles, the steps of a tile, and the products of a step.
 #pragma once
 #include "hopper/backward/one_cta/epilogue.cuh"
+#include "hopper/backward/one_cta/slice_count.cuh"
 #include "hopper/backward/one_cta/storage.cuh"
 #include "hopper/backward/score_position.cuh"
-
-// Tiles with steps, and slices of dQ that were stored. A tile has one slice more than it has steps, or PIPELINED_TILES
-// one more in all, so that one of both follows from the other and the steps: consumers have no register for it.
-template <bool PIPELINED>
-struct SliceCount {
-    u32 stored = 0;                                       // slices
-    __device__ __forceinline__ u32 slices(u32) const { return stored; }
-    __device__ __forceinline__ u32 tiles(u32 steps) const { return stored - steps; }
-    __device__ __forceinline__ void slice_stored() { ++stored; }
-    __device__ __forceinline__ void tile_done() {}
-};
-template <>
-struct SliceCount<true> {
-    u32 done = 0;                                         // tiles
-    __device__ __forceinline__ u32 slices(u32 steps) const { return steps; }
-    __device__ __forceinline__ u32 tiles(u32) const { return done; }
-    __device__ __forceinline__ void slice_stored() {}
-    __device__ __forceinline__ void tile_done() { ++done; }
-};
 
 struct Consumer {
     const Params& p;
     const u32 base;
     const int number, warp, lane;
     // The stage and phase of every pipeline follow from the counts of tiles, of steps, of tiles with steps and of
-    // slices of dQ. dS of a step is that of slice `dq_slices() + 1`; the dQ product of the same step reads dS of slice
+    // slices of dQ. dS of a step is that of slice `ds_slice()`; the dQ product of the same step reads dS of slice
     // `dq_slices()`.
     u32 tiles = 0, steps_done = 0;
-    SliceCount<PIPELINED_TILES> count;
+    SliceCount<PIPELINED_TILES, PEELED> count;
     int mask_word;                                        // of the step
     float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq[SLICE_ROWS / 2];
     float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
@@ -54,19 +36,24 @@ struct Consumer {
             const u32 stage = tiles % TILE_STAGES;
             wait<TILE_STAGES>(SMEM(tile_full), tiles);
             if (uniform(tile_coordinates(base, stage).batch) < 0) break;
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.f;
-#pragma unroll
-            for (int i = 0; i < HEAD_DIM_V / 2; ++i) dv[i] = 0.f;
+            if (!PEELED) zero_accumulator(dk), zero_accumulator(dv);
             const int steps = uniform(tile_keys(base, stage).steps);
-            if (steps > 0) run_steps(steps);
+            if (steps > 0) {
+                run_steps(steps);
+            } else if (PEELED) {
+                zero_accumulator(dk), zero_accumulator(dv);
+            }
             const TileCoordinates at = tile_coordinates(base, stage);
             const WorkTile tile(p, at, BLOCK_N);
             wait_for_load(at.batch);
             __syncwarp();
             arrive(SMEM(tile_empty), stage);
+            if (UNDER_LAST_DQ && steps > 0) continue;
             if (SPLIT_Q && !combine_splits(p, uniform(at.split()), number, dk, dv)) continue;
-            if constexpr (STAGING != Staging::REGISTERS) {
+            if constexpr (STAGING == Staging::DQ_AND_DS) {
+                wait_for_staged();
+                stage_dv(tile, next_slice()), stage_dk(tile);
+            } else if constexpr (STAGING != Staging::REGISTERS) {
                 store_by_tma(tile);
             } else {
                 store_keys_gradient<HEAD_DIM_V>(dv, tile, number, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
@@ -76,8 +63,8 @@ struct Consumer {
         if (PIPELINED_TILES && full_tiles() > 0) last_dq(), ++steps_done;
         if (STAGING != Staging::REGISTERS) wait_for_staged();
         if (!Dq::TMA) return;
-        const u32 stage = dq_stage(dq_slices(), number);
-        mbarrier_wait(barrier_of(SMEM(dq_empty), stage), dq_slices() / DQ_STAGES % 2 ^ 1);
+        const u32 stage = dq_stage(next_slice(), number);
+        mbarrier_wait(barrier_of(SMEM(dq_empty), stage), next_slice() / DQ_STAGES % 2 ^ 1);
         arrive(SMEM(dq_full), stage);                     // NO_MORE, for the dQ-store warp
     }
 
@@ -88,25 +75,66 @@ struct Consumer {
         if (lane == 0) bulk_wait_read();
         __syncwarp();
     }
+    // DQ_AND_DS: dV of a warp in its own fragment of dQ, and dK of two warps in each stage of dS, in this
+    // consumer's half of it.
+    __device__ __forceinline__ void stage_dv(const WorkTile& tile, u32 slice) const {
+        const u32 stage = dq_stage(slice, number);
+        mbarrier_wait(barrier_of(SMEM(dq_empty), stage), slice / DQ_STAGES % 2 ^ 1);
+        stage_and_store<HEAD_DIM_V>(dv, tile, number * 64 + warp * 16, p.dv_map,
+                                    SMEM_DQ + stage * SLICE_BYTES + warp * FRAGMENT_BYTES, 1.f);
+    }
+    __device__ __forceinline__ void stage_dk(const WorkTile& tile) const {
+        wait<DS_STAGES>(SMEM(ds_empty), steps_done, 1);
+        wait<DS_STAGES>(SMEM(ds_empty), steps_done + 1, 1);
+        stage_and_store<HEAD_DIM>(dk, tile, number * 64 + warp * 16, p.dk_map,
+                                  SMEM_TILE(ds) + warp / 2 * DS_BYTES + number * ROWS_CHUNK +
+                                      warp % 2 * (QK_CHUNKS * STAGED_CHUNK),
+                                  p.scale);
+    }
+    // The last dQ of a tile, under which dV is staged. Its fragment takes dQ when TMA has read dV, under which dK is
+    // staged.
+    __device__ __forceinline__ void last_dq_and_stores() {
+        const WorkTile tile(p, tile_coordinates(base, tiles % TILE_STAGES), BLOCK_N);
+        gemm_dq(SMEM_TILE(k));
+        stage_dv(tile, dq_slices());
+        wait_for_dq<0>();
+        arrive(SMEM(k_empty));
+        arrive(SMEM(ds_empty), dq_slices() % DS_STAGES);
+        stage_dk(tile);
+        if (lane == 0) bulk_wait_read_but_last();         // dV
+        __syncwarp();
+        leave_dq();
+    }
     // A warp's rows. The copies run under the next tile, but for that of dV where dK takes its place.
     __device__ __forceinline__ void store_by_tma(const WorkTile& tile) const {
         const int row = number * 64 + warp * 16;
         if constexpr (STAGING == Staging::DS_AND_DQ) {
             // Two warps in each stage, in this consumer's half of it, when no dQ reads it any more.
-            wait<DS_STAGES>(SMEM(ds_empty), dq_slices(), 1);
-            wait<DS_STAGES>(SMEM(ds_empty), dq_slices() + 1, 1);
+            wait<DS_STAGES>(SMEM(ds_empty), next_slice(), 1);
+            wait<DS_STAGES>(SMEM(ds_empty), next_slice() + 1, 1);
             wait_for_staged();
             stage_and_store<HEAD_DIM_V>(dv, tile, row, p.dv_map,
                                         SMEM_TILE(ds) + warp / 2 * DS_BYTES + number * ROWS_CHUNK +
                                             warp % 2 * (V_CHUNKS * STAGED_CHUNK),
                                         1.f);
-            const u32 stage = dq_stage(dq_slices(), number);
-            mbarrier_wait(barrier_of(SMEM(dq_empty), stage), dq_slices() / DQ_STAGES % 2 ^ 1);
+            const u32 stage = dq_stage(next_slice(), number);
+            mbarrier_wait(barrier_of(SMEM(dq_empty), stage), next_slice() / DQ_STAGES % 2 ^ 1);
             stage_and_store<HEAD_DIM>(dk, tile, row, p.dk_map, SMEM_DQ + stage * SLICE_BYTES + warp * FRAGMENT_BYTES,
                                       p.scale);
             return;
         }
         const u32 to = SMEM_STAGED + (number * 4 + warp) * STAGED_WARP_BYTES;
+        if constexpr (STAGING == Staging::DS_AND_ROOM) {
+            wait<DS_STAGES>(SMEM(ds_empty), next_slice(), 1);
+            wait<DS_STAGES>(SMEM(ds_empty), next_slice() + 1, 1);
+            wait_for_staged();
+            const u32 of_ds =
+                SMEM_TILE(ds) + warp / 2 * DS_BYTES + number * ROWS_CHUNK + warp % 2 * (3 * STAGED_CHUNK);
+            stage_and_store<HEAD_DIM_V>(dv, tile, row, p.dv_map, of_ds, 1.f);
+            stage_and_store<HEAD_DIM>(dk, tile, row, p.dk_map, of_ds + V_CHUNKS * STAGED_CHUNK, p.scale,
+                                      to - (of_ds + V_CHUNKS * STAGED_CHUNK));
+            return;
+        }
         wait_for_staged();
         stage_and_store<HEAD_DIM_V>(dv, tile, row, p.dv_map, to, 1.f);
         if (STAGING == Staging::IN_TURN) wait_for_staged();
@@ -117,16 +145,19 @@ struct Consumer {
     // ---- a tile
 
     __device__ __forceinline__ void run_steps(int steps) {
-        wait<K_STAGES>(SMEM(k_full), full_tiles());
+        if (!DP_FIRST) wait<K_STAGES>(SMEM(k_full), full_tiles());
         wait<V_STAGES>(SMEM(v_full), full_tiles());
         zero_out_of_bounds_keys();
-        if constexpr (STAGING == Staging::DS_AND_DQ) {    // until TMA has read what all warps staged
-            wait_for_staged();
-            named_barrier_sync(WARPGROUP_BARRIER + number, WARPGROUP);
+        if constexpr (PEELED) {
+            first_step();
+            // Without it ptxas keeps five scores of D 128 in local memory in the loop, and with it two.
+            fence_registers(dk), fence_registers(dv), fence_registers(s), fence_registers(dp), fence_registers(dq);
+        } else {
+            if (IN_DS) wait_for_staged_of_all();
+            first_ds();
         }
-        first_ds();
 #pragma unroll 1
-        for (int i = 0; i < steps; ++i) {
+        for (int i = PEELED; i < steps; ++i) {
             const bool of_last_tile = PIPELINED_TILES && i == 0 && full_tiles() > 0;  // the dQ of this step
             ping_pong_wait();
             begin_step();
@@ -136,8 +167,8 @@ struct Consumer {
                     continue;
                 }
             }
-            gemm_qk();
-            gemm_dp();
+            gemm_qk(number);
+            gemm_dp(number);
             ping_pong_arrive(PingPong::UNTIL_ISSUED);
             wgmma_wait<1>(s);
             make_probabilities();
@@ -150,7 +181,7 @@ struct Consumer {
             arrive(SMEM(do_empty), do_stage());
             gemm_dq(SMEM_TILE(k) + (full_tiles() - of_last_tile) % K_STAGES * K_BYTES);
             gemm_dk();
-            publish_ds(dq_slices() + 1);                  // here, as its fence waits for the stores of dS
+            publish_ds(ds_slice());                       // here, as its fence waits for the stores of dS
             wait_for_dq<1>();
             if (of_last_tile) arrive(SMEM(k_empty), (full_tiles() - 1) % K_STAGES);
             store_dq();
@@ -161,7 +192,49 @@ struct Consumer {
         }
         if (!EARLY_V_RELEASE) arrive(SMEM(v_empty), full_tiles() % V_STAGES);
         count.tile_done();
-        if (!PIPELINED_TILES) last_dq();
+        if constexpr (UNDER_LAST_DQ) {
+            last_dq_and_stores();
+        } else {
+            if (!PIPELINED_TILES) last_dq();
+        }
+    }
+
+    // PEELED: the first step of a tile. A template, as products of a first step are made where there is one only.
+    template <int = 0>
+    __device__ __forceinline__ void first_step() {
+        ping_pong_wait();
+        begin_step();
+        // From %tid, so that the compiler keeps no address of this step for the loop, which would be longer.
+        const int consumer = uniform(warpgroup_of_thread() - 1);
+        if constexpr (DP_FIRST) {
+            gemm_dp(consumer);
+            wait<K_STAGES>(SMEM(k_full), full_tiles());
+            gemm_qk(consumer);
+        } else {
+            gemm_qk(consumer);
+            gemm_dp(consumer);
+        }
+        ping_pong_arrive(PingPong::UNTIL_ISSUED);
+        wgmma_wait<DP_FIRST ? 0 : 1>(s);
+        if (DP_FIRST) ping_pong_arrive(PingPong::UNTIL_COMPLETE);
+        make_probabilities();
+        gemm_rs_first<HEAD_DIM_V, BLOCK_M>(dv, probabilities, do_tile());
+        wgmma_wait<1>(dp);
+        if (!DP_FIRST) ping_pong_arrive(PingPong::UNTIL_COMPLETE);
+        if (IN_DS) wait_for_staged_of_all();
+        make_ds();
+        wgmma_wait<0>(dv);
+        arrive(SMEM(do_empty), do_stage());
+        gemm_rs_first<HEAD_DIM, BLOCK_M>(dk, ds, q_tile());
+        publish_ds(ds_slice());
+        wgmma_wait<0>(dk);
+        arrive(SMEM(q_empty), q_stage());
+        ++steps_done;
+    }
+    // Until TMA has read what all warps of this consumer staged.
+    __device__ __forceinline__ void wait_for_staged_of_all() const {
+        wait_for_staged();
+        named_barrier_sync(WARPGROUP_BARRIER + number, WARPGROUP);
     }
 
     // SKIPS_HIDDEN: a step of which this consumer's keys are hidden. Its dS is zeros, and its only product is the dQ of
@@ -196,7 +269,7 @@ struct Consumer {
     }
     // dQ of the last step, after which the tile's K is released.
     __device__ __forceinline__ void last_dq() {
-        const u32 tile = full_tiles() - PIPELINED_TILES;
+        const u32 tile = full_tiles() - (PIPELINED_TILES || PEELED);
         gemm_dq(SMEM_TILE(k) + tile % K_STAGES * K_BYTES);
         wait_for_dq<0>();
         arrive(SMEM(k_empty), tile % K_STAGES);
@@ -207,6 +280,10 @@ struct Consumer {
     // ---- pipeline states, from the counts
 
     __device__ __forceinline__ u32 dq_slices() const { return count.slices(steps_done); }
+    // The slice of this step's dS. PEELED: there are as many slices as steps.
+    __device__ __forceinline__ u32 ds_slice() const { return PEELED ? steps_done : dq_slices() + 1; }
+    // Between tiles: the slice of dQ that is stored next.
+    __device__ __forceinline__ u32 next_slice() const { return PEELED ? steps_done : dq_slices(); }
     // Tiles with steps before this one. Not valid between the store of a step's dQ and the step's end.
     __device__ __forceinline__ u32 full_tiles() const { return count.tiles(steps_done); }
     __device__ __forceinline__ u32 q_stage() const { return steps_done % Q_STAGES; }
@@ -247,13 +324,13 @@ struct Consumer {
         if (ZEROES_QUERIES) zero_out_of_bounds_queries(uniform(step.rows));
     }
     // Sᵀ = K·Qᵀ
-    __device__ __forceinline__ void gemm_qk() {
-        gemm_ss<BLOCK_M, QK_STEPS, KEYS_CHUNK, ROWS_CHUNK>(s, k_tile() + number * 64 * ROW_BYTES, q_tile());
+    __device__ __forceinline__ void gemm_qk(int consumer) {
+        gemm_ss<BLOCK_M, QK_STEPS, KEYS_CHUNK, ROWS_CHUNK>(s, k_tile() + consumer * 64 * ROW_BYTES, q_tile());
     }
     // dPᵀ = V·dOᵀ
-    __device__ __forceinline__ void gemm_dp() {
+    __device__ __forceinline__ void gemm_dp(int consumer) {
         wait<DO_STAGES>(SMEM(do_full), steps_done);
-        gemm_ss<BLOCK_M, V_STEPS, KEYS_CHUNK, ROWS_CHUNK>(dp, v_tile() + number * 64 * ROW_BYTES, do_tile());
+        gemm_ss<BLOCK_M, V_STEPS, KEYS_CHUNK, ROWS_CHUNK>(dp, v_tile() + consumer * 64 * ROW_BYTES, do_tile());
     }
     // dV += Pᵀ·dO, dK += dSᵀ·Q
     __device__ __forceinline__ void gemm_dv() { gemm_rs<HEAD_DIM_V, BLOCK_M>(dv, probabilities, do_tile()); }
@@ -425,10 +502,10 @@ struct Consumer {
                 ds[j / 2] = Convert<Element>::pack(low, high);
             }
         }
-        wait<DS_STAGES>(SMEM(ds_empty), dq_slices() + 1, 1);
+        wait<DS_STAGES>(SMEM(ds_empty), ds_slice(), 1);
         // Transposed on its way: a row is a query, and a chunk of columns the keys of one consumer.
         const int row = lane / 16 * 8 + lane % 8, vector = (2 * warp + lane / 8 % 2) ^ (lane % 8);
-        const u32 to = SMEM_TILE(ds) + (dq_slices() + 1) % DS_STAGES * DS_BYTES + number * ROWS_CHUNK +
+        const u32 to = SMEM_TILE(ds) + ds_slice() % DS_STAGES * DS_BYTES + number * ROWS_CHUNK +
                        row * ROW_BYTES + vector * 16;
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 16; ++i)
@@ -444,6 +521,9 @@ struct Consumer {
 
     __device__ __forceinline__ void store_dq() {
         arrive(SMEM(ds_empty), dq_slices() % DS_STAGES);
+        leave_dq();
+    }
+    __device__ __forceinline__ void leave_dq() {
         const int thread = warpgroup_thread();
         if constexpr (Dq::TMA) {
             const u32 stage = dq_stage(dq_slices(), number);

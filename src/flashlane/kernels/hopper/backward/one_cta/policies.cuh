@@ -66,13 +66,18 @@ enum class Staging {
     REGISTERS,                     // nowhere else: the consumers store them
     BOTH,                          // in shared memory with room for both, until TMA has read them
     IN_TURN,                       // in shared memory with room for one of them, dV first
-    DS_AND_DQ                      // dV where dS was, and dK where dQ was, which the next tile needs after its keys
+    DS_AND_DQ,                     // dV where dS was, and dK where dQ was, which the next tile needs after its keys
+    DQ_AND_DS,                     // dV where dQ was, under the last dQ of the tile; and dK where dS was
+    DS_AND_ROOM                    // where dS was, but for a chunk of dK, for which there is room
 };
 
 // SKIPS_HIDDEN: a consumer whose keys are hidden in a step, by lists, a mask or the end of the keys, makes no products
 // of them.
 
-#include "one_cta_policies.cuh"  // using Dq, using Partition, PING_PONG, OWN_LOOPS, STAGING, SKIPS_HIDDEN
+// PEELED: the first step of a tile is a copy of the loop's body without dQ, in place of zeros that are taken for the dS
+// of a step before.
+
+#include "one_cta_policies.cuh"  // using Dq, using Partition, PING_PONG, OWN_LOOPS, STAGING, SKIPS_HIDDEN, PEELED
 
 constexpr bool IN_KERNEL_DQ = Dq::POSTPROCESS == Postprocess::IDLE_WARPS;
 constexpr bool POSTPROCESS_LAST_ADDITION = Dq::POSTPROCESS == Postprocess::LAST_ADDITION;

@@ -64,7 +64,7 @@ struct Producer {
         Seqlen seqlen = tile.seqlen;   // QUERY_RANGES: of the step's range
         const int m_blocks = tile.all_m_blocks();
         if (range.count() <= 0) return;
-        if (!PIPELINED_TILES || full_tiles == 0) set_dq_target(NO_M_BLOCK);
+        if (!PEELED && (!PIPELINED_TILES || full_tiles == 0)) set_dq_target(NO_M_BLOCK);
         ++full_tiles;
         bool first = true;
         if constexpr (cfg::BLOCK_LISTS) {
@@ -188,9 +188,10 @@ struct Producer {
     }
 
     // The m-block (and with additions in order the n-block) of the next slice of dQ. A tile has one slice more than it
-    // has steps: the first step's is of no m-block (PIPELINED_TILES: the first step's of all tiles).
+    // has steps: the first step's is of no m-block (PIPELINED_TILES: the first step's of all tiles). PEELED: it has as
+    // many.
     __device__ __forceinline__ void set_dq_target(int m_block, int n_block = 0) const {
-        const u32 to = dq_target(base, steps + (PIPELINED_TILES ? min(full_tiles, 1u) : full_tiles));
+        const u32 to = dq_target(base, steps + (PEELED ? 0 : PIPELINED_TILES ? min(full_tiles, 1u) : full_tiles));
         store_shared(to, static_cast<u32>(m_block));
         if (Dq::IN_ORDER) store_shared(to + DQ_TARGET_N_BLOCK, static_cast<u32>(n_block));
     }

@@ -16,6 +16,7 @@ constexpr u32 STAT_BYTES = BLOCK_M * 4;
 // dK and dV until TMA has read them: of each warp 16 rows, in chunks one after another.
 constexpr u32 STAGED_CHUNK = 16 * ROW_BYTES;
 constexpr int STAGED_CHUNKS = STAGING == Staging::BOTH      ? QK_CHUNKS + V_CHUNKS
+                              : STAGING == Staging::DS_AND_ROOM ? 1
                               : STAGING == Staging::IN_TURN ? (QK_CHUNKS > V_CHUNKS ? QK_CHUNKS : V_CHUNKS)
                                                             : 0;
 constexpr u32 STAGED_WARP_BYTES = STAGED_CHUNKS * STAGED_CHUNK, STAGED_BYTES = STAGED_WARP_BYTES * 4 * CONSUMERS;
@@ -38,6 +39,20 @@ constexpr bool FIRST_TILE_OWN =
 constexpr bool PIPELINED_TILES = K_STAGES > 1 && !Dq::IN_ORDER;
 // V of the next tile has no stage but that of this one, which is needed no more when the last dP is complete.
 constexpr bool EARLY_V_RELEASE = PIPELINED_TILES && V_STAGES == 1;
+constexpr bool IN_DS =
+    STAGING == Staging::DS_AND_DQ || STAGING == Staging::DQ_AND_DS || STAGING == Staging::DS_AND_ROOM;
+static_assert(STAGING != Staging::DS_AND_ROOM || (K_STAGES == 1 && QK_CHUNKS == 2 && V_CHUNKS == 2 &&
+                                                  2 * 3 * STAGED_CHUNK <= ROWS_CHUNK),
+              "dV and a chunk of dK of two warps lie in a consumer's half of a stage of dS");
+static_assert(!PEELED || (!PIPELINED_TILES && !SKIPS_HIDDEN && !Dq::IN_ORDER));
+// The first step then makes dP before S, as V comes before K. Of packed sequences both are zeroed past the end.
+constexpr bool DP_FIRST = PEELED && !cfg::VARLEN;
+// Of splits it is not known before the end whether dK and dV are complete.
+constexpr bool UNDER_LAST_DQ = STAGING == Staging::DQ_AND_DS && !SPLIT_Q;
+static_assert(STAGING != Staging::DQ_AND_DS ||
+                  (Dq::TMA && K_STAGES == 1 && DQ_STAGES == 1 && PEELED &&
+                   2 * QK_CHUNKS * STAGED_CHUNK <= ROWS_CHUNK && V_CHUNKS * STAGED_CHUNK <= FRAGMENT_BYTES),
+              "dK of two warps lies in a consumer's half of a stage of dS, and dV of one in its fragment of dQ");
 static_assert(STAGING != Staging::DS_AND_DQ ||
                   (Dq::TMA && K_STAGES == 1 && DQ_STAGES == 1 && !POSTPROCESS_LAST_ADDITION &&
                    2 * V_CHUNKS * STAGED_CHUNK <= ROWS_CHUNK && QK_CHUNKS * STAGED_CHUNK <= FRAGMENT_BYTES),

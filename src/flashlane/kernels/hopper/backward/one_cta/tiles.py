@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SECTOR, SMS
+from flashlane.kernels.hopper.backward.design_cost import BYTES_OF_A_MICROSECOND, STATISTICS_BYTES, SUMS_BYTES
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, is_causal, steps_of
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
-from flashlane.kernels.hopper.backward.one_cta.config import Dq, OneCtaConfig, PingPong
+from flashlane.kernels.hopper.backward.one_cta.config import IN_DS, Dq, OneCtaConfig, PingPong
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
 from flashlane.kernels.hopper.backward.seen_keys import seen_n_blocks
 from flashlane.kernels.hopper.backward.split_q import split_of
@@ -21,8 +22,9 @@ FEW_STEPS = 2048
 as many without a mask."""
 PACKED = 4096
 """Typical length of packed sequences up to which tiles under a mask have few steps (notebooks 0021 and 0026)."""
-IDLE_WARPS_REACH = 384
-"""Queries that see a tile from which on its steps take as long as two idle warps take for 128 rows of dQ."""
+IDLE_WARPS_REACH = 512
+"""Queries that see a tile from which on its steps take as long as two idle warps take for 128 rows of dQ: with 384
+a launch of their own is 1.02 to 1.11 times as fast, with 639 it is 0.97 to 1.01 (notebook 0037)."""
 NARROW_ROWS = ((128, 112, 96), (96,), (96,))
 """Queries of a step of head dims up to 64, by the registers that score modifiers take."""
 NARROW_PING_PONG: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: "until_issued"}
@@ -33,6 +35,13 @@ OWN_LOOPS_ROWS = 128
 112 in both (notebook 0024). With packed sequences by 1 to 4 % in five, under a causal mask too (notebook 0026)."""
 NARROW_STEP, WIDE_STEP = 20, 20
 """What a step takes besides its queries, in queries, of head dims up to 64 and above 96 (notebook 0016)."""
+STEP_MICROSECONDS = 2.23e-4
+"""Of a step of 64 queries above head dim 96, for each column of a head and each query, :data:`WIDE_STEP` more of them
+(notebook 0037)."""
+PEELED_STEP = 0.98
+"""The same with 80 queries and a peeled first step, as a part of it."""
+SAVED_BY_IDLE_WARPS = 0.5
+"""Part of the time of the preprocess and the postprocess kernel that idle warps save, for the choice of a tile."""
 MAX_REGISTER_ATOMICS = 96
 """Head dims up to which consumers have registers to spare for the time that the atomics to dq_accum take."""
 MAX_SMALL_REGISTER_ATOMICS = 120
@@ -75,23 +84,21 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
         elif problem.varlen:
             if typical_length(problem) * (1 if masked else problem.group) <= (PACKED if masked else FEW_STEPS):
                 tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
-        elif few_steps(problem):  # again there is room, and few steps to gain from more queries in each
-            if is_causal(problem) and largest <= MAX_SMALL_REGISTER_ATOMICS:
-                tile = replace(tile, dq="register_atomics")
-            tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
-            tile = idle_warps_where_worth_it(problem, tile)
-        elif not masked:
-            tile = replace(tile, ping_pong="until_complete")
-        elif problem.window_left < 0 and least_work(problem, tile, (80, 64), WIDE_STEP) == 64:
-            tile = replace(tile, block_m=64, ping_pong="until_issued")
+            else:  # of four problems with peeled first steps those without a mask were slower (notebook 0037)
+                tile = replace(tile, peeled=is_causal(problem))
+        elif few_steps(problem) and not long_steps_are_faster(problem, few := tile_of_few_steps(problem, tile)):
+            tile = few
+        elif problem.window_left < 0:
+            rows = 80 if few_steps(problem) else least_work(problem, tile, (80, 64), WIDE_STEP) if masked else 80
+            tile = replace(tile, block_m=rows, ping_pong="until_complete" if rows == 80 else "until_issued")
     elif not (problem.varlen or problem.deterministic or extras):
         tile = middle_tile(problem, tile)
     # Packed sequences gained nothing by TMA stores, and score modifiers were not timed with them (notebook 0025).
     if not (problem.varlen or problem.deterministic or extras):
         staged = replace(tile, tma_stores=True)
-        faster = staged.staging == "ds_and_dq" or ((tile.k_stages > 1 or not wide) and staged.stores_by_tma)
-        tile = staged if faster else tile
-    if tile.staging == "ds_and_dq":
+        faster = staged.staging in IN_DS or ((tile.k_stages > 1 or not wide) and staged.stores_by_tma)
+        tile = replace(staged, peeled=staged.staging in IN_DS) if faster else tile
+    if tile.staging in ("ds_and_dq", "dq_and_ds"):
         section = heads_per_section(problem, -(-problem.seqlen_k // tile.block_n))
         zeros = zeros_of(problem, tile.block_n, section, SMS, own_tiles=True)
         worth = zeros_are_worth_it(problem, zeros, tile.block_m, tile.block_n, 1)
@@ -100,6 +107,33 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     few_queries = wide and tile.block_m == 64 and tile.k_stages > 1 and tile.ping_pong == "until_issued"
     tile = replace(tile, skips_hidden=few_queries and masked and not (problem.varlen or problem.deterministic))
     return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1).specialised(problem)
+
+
+def tile_of_few_steps(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
+    """The tile of head dims above 96 for few steps, with room for the keys of two tiles."""
+    if is_causal(problem) and max(problem.head_dim, problem.head_dim_v) <= MAX_SMALL_REGISTER_ATOMICS:
+        tile = replace(tile, dq="register_atomics")
+    return idle_warps_where_worth_it(problem, replace(tile, block_m=64, k_stages=2, ping_pong="until_issued"))
+
+
+def long_steps_are_faster(problem: AttentionProblem, few: OneCtaConfig) -> bool:
+    """Whether steps of 80 queries, the first one peeled, are predicted to take less time than the tile of few steps.
+
+    Both take steps, and what the launches before and after them move, of which idle warps save a part. So it is asked
+    of few queries that many keys see, which have long tiles, and of a last step that is nearly empty.
+    """
+    idle = few.postprocess == "idle_warps"
+    if problem.window_left >= 0 or (few.dq == "register_atomics" and not idle):  # others were not timed
+        return False
+    columns, sequences = (problem.head_dim + problem.head_dim_v) / 2, problem.batch
+    moved = problem.heads * sequences * problem.seqlen_q * columns * (STATISTICS_BYTES + SUMS_BYTES)
+
+    def steps(block_m: int) -> float:
+        queries = sum(steps_of(problem, block_m, few.block_n)) * (block_m + WIDE_STEP)
+        return STEP_MICROSECONDS * columns * queries * problem.kv_heads * sequences / SMS
+
+    saved = SAVED_BY_IDLE_WARPS * idle * moved / BYTES_OF_A_MICROSECOND
+    return PEELED_STEP * steps(80) < steps(64) - saved
 
 
 def middle_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:

@@ -190,7 +190,7 @@ struct Consumer {
         const u32 to = SMEM(ds) + DS_STAGES * DS_BYTES +
                        (NUMBER ? 4 * V_CHUNKS + warp * QK_CHUNKS : warp * V_CHUNKS) * STAGED_CHUNK;
         wait_for_staged();
-        stage_accumulator<DIM, STAGED_CHUNK>(d, to, factor);
+        stage_accumulator<DIM>(d, to, STAGED_CHUNK, factor);
         fence_proxy_async();
         __syncwarp();
         int row = keys_record(base, tiles).first + warp * 16;
