@@ -75,6 +75,23 @@ __device__ __forceinline__ float ex2_by_polynomial(float x) {
     return power * __int_as_float((__float_as_int(integer) << 23) + 0x3f800000);
 }
 
+// 2^(x · scale + bias) for results between 2^-126 and 2^127, by the same polynomial. NaN gives NaN: the power of two is
+// a factor, as a sum of exponents would turn NaN into a number.
+__device__ __forceinline__ float ex2_by_polynomial_in_range(float x, float scale, float bias) {
+    constexpr float ROUND = 12582912.f + 127.f;  // the last 8 bits of a sum with it are a float's exponent
+    float integer, rest;
+    if (bias == 0.f) {  // known to the compiler: the sum does not wait for the product
+        integer = fmaf(x, scale, ROUND);
+        rest = fmaf(x, scale, ROUND - integer);
+    } else {
+        const float product = fmaf(x, scale, bias);
+        integer = product + ROUND;
+        rest = product - (integer - ROUND);
+    }
+    const float power = fmaf(fmaf(fmaf(0.05500865f, rest, 0.24221053f), rest, 0.69328291f), rest, 1.f);
+    return power * __int_as_float(__float_as_int(integer) << 23);
+}
+
 // Maximum and sum of a thread's two rows, over the thread's own columns, and the softmax of one block
 // of N accumulators.
 //
@@ -113,16 +130,22 @@ struct RowSoftmax {
     }
 
     // Turns S into P = 2^((S − max) · scale) where the maximum is a constant. Of every eight exponentials the FMA units
-    // compute POLYNOMIALS, and the special-function unit the others.
-    template <int POLYNOMIALS, int N>
+    // compute POLYNOMIALS, and the special-function unit the others. MASKED: some scores may be −∞.
+    template <int POLYNOMIALS, bool MASKED, int N>
     __device__ __forceinline__ void exponentiate_bounded(float (&s)[N], float scale_log2, float constant_max) {
-        float block_sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
         const float bias = -constant_max * scale_log2;
+        float block_sum[2][2];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            const float x = fmaf(s[i], scale_log2, bias);
-            s[i] = i * POLYNOMIALS % 8 < POLYNOMIALS ? ex2_by_polynomial(x) : ex2(x);
-            block_sum[i / 2 % 2][i % 2] += s[i];
+            const bool by_polynomial = i * POLYNOMIALS % 8 < POLYNOMIALS;
+            if (by_polynomial && !MASKED) {
+                s[i] = ex2_by_polynomial_in_range(s[i], scale_log2, bias);
+            } else {
+                const float x = fmaf(s[i], scale_log2, bias);
+                s[i] = by_polynomial ? ex2_by_polynomial(x) : ex2(x);
+            }
+            float& of_columns = block_sum[i / 2 % 2][i % 2];
+            of_columns = i < 4 ? s[i] : of_columns + s[i];  // the compiler keeps an addition to 0
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) sum[half] += block_sum[half][0] + block_sum[half][1];

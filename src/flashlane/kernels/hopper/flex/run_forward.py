@@ -36,7 +36,7 @@ from flashlane.kernels.hopper.forward.tiles import M192N64S3, M192N80S3, M256N64
 PLANS_KEPT = 1024
 LEAST_SCALE = 2.0**-20
 """Scores by distance are taken in units of the scale from this scale on."""
-POLYNOMIALS = 3
+POLYNOMIALS = 4
 """Of every eight exponentials of a tanh at small head dims, those that the FMA units compute."""
 NARROW, MEDIUM, WIDE = 64, 128, 192
 """Head dims up to which a tile's operands take that much shared memory and registers."""

@@ -172,7 +172,7 @@ struct Mainloop {
                 asm volatile("" : "+f"(scale));  // or the scores of both sides are computed in front of the branch
                 transform_by_program(p.program, s, scale, tile.batch, tile.tile_head(), tile.row + rows.row(0),
                                      n_block * BLOCK_N + 2 * (rows.lane % 4));
-                softmax.exponentiate_bounded<cfg::POLYNOMIALS>(s, late_scale(p), BOUNDED_MAX);
+                softmax.exponentiate_bounded<cfg::POLYNOMIALS, false>(s, late_scale(p), BOUNDED_MAX);
                 return;
             }
         }
@@ -190,7 +190,7 @@ struct Mainloop {
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
         constexpr bool OFFSET = Score::HAS_DISTANCE || Program::IS_LINEAR;
         if constexpr (BOUNDED) {
-            softmax.exponentiate_bounded<cfg::POLYNOMIALS>(s, late_scale(p), BOUNDED_MAX);
+            softmax.exponentiate_bounded<cfg::POLYNOMIALS, true>(s, late_scale(p), BOUNDED_MAX);
         } else {
             softmax.update_max<MASKED && !ANY_MAY_BE_HIDDEN, OFFSET>(s, late_scale(p), offset, alpha, bias);
             softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
