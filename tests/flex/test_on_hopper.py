@@ -17,9 +17,12 @@ from flashlane.flex import attention, masks
 from flashlane.flex.bind import bind
 from flashlane.kernels.hopper import flex
 from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.backward.kernel import prepared_of
 from flashlane.kernels.hopper.flex import masks as unit_masks
 from flashlane.kernels.hopper.flex import run_backward, run_forward, run_packed
 from flashlane.kernels.hopper.flex.problem import problem_of
+from flashlane.kernels.hopper.forward.kernel import KERNEL
+from flashlane.kernels.hopper.forward.launch import config_and_splits
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(flex, "arch_of", lambda device: ARCH)
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-    plans = run_forward._plan, run_backward._plan
+    plans = run_forward._plan, run_backward._plan, prepared_of
     for plan in plans:
         plan.cache_clear()
     yield from install(monkeypatch)
@@ -121,13 +124,13 @@ def test_what_the_kernels_refuse_is_told(launches: Launches) -> None:
 
 def test_a_call_without_a_score_and_lists_runs_the_kernel_without_a_program(launches: Launches) -> None:
     q, k, v = (t.transpose(1, 2) for t in operands())
-    program, _ = bind(None, causal, q.device)
-    problem = problem_of(q, k, v, 0.1, (-1, 0))
-    for config in (
-        run_forward.config_of(problem, program.without_mask(), None),
-        run_backward.config_of(problem, program.without_mask(), None),
-    ):
-        assert config.program == "" and not config.block_lists and config.has_right
+    program, arguments = bind(None, causal, q.device)
+    for config in (None, run_forward.config_of(problem_of(q, k, v, 0.1, (-1, 0)), program.without_mask(), None)):
+        flex.forward(q, k, v, program.without_mask(), arguments, None, 0.1, (-1, 0), config=config)
+        chosen = launches.plans[-1].config
+        assert chosen.program == "" and not chosen.block_lists and chosen.has_right
+    problem = launches.plans[0].problem
+    assert launches.plans[0].config == config_and_splits(KERNEL.config(problem), problem)[0], "as flash_attn_func's"
 
 
 @pytest.mark.parametrize("contiguous", [True, False], ids=["by head", "by row"])

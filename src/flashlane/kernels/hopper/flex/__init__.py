@@ -14,7 +14,7 @@ from flashlane.core.arch import arch_of
 from flashlane.flex.packed import Documents
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.config import GradientConfig
-from flashlane.kernels.hopper.flex import run_backward, run_forward, run_packed
+from flashlane.kernels.hopper.flex import run_backward, run_forward, run_packed, run_plain
 from flashlane.kernels.hopper.flex.problem import (
     BlockMask,
     Program,
@@ -85,6 +85,8 @@ def forward(
     operands = map(readable, _of_one_batch(q, k, v))
     if documents is not None:
         return run_packed.forward(*operands, documents, scale)
+    if config is None and _is_plain(program, block_mask):
+        return run_plain.forward(*operands, scale, window)
     return run_forward.run(*operands, program, captured, block_mask, scale, window, config)
 
 
@@ -128,8 +130,11 @@ def backward(
     operands = map(readable, _of_one_batch(q, k, v))
     if documents is not None:
         return run_packed.backward(*operands, out, lse, dout, dlse, documents, scale, deterministic)
-    call = program, captured, block_mask, scale, window, deterministic, config
-    dq, dk, dv = run_backward.run(*operands, out, lse, dout, dlse, *call)
+    if config is None and _is_plain(program, block_mask):
+        dq, dk, dv = run_plain.backward(*operands, out, lse, dout, dlse, scale, window, deterministic)
+    else:
+        call = program, captured, block_mask, scale, window, deterministic, config
+        dq, dk, dv = run_backward.run(*operands, out, lse, dout, dlse, *call)
     if k.shape[0] != q.shape[0]:
         dk, dv = (gradient.float().sum(0, keepdim=True).to(k.dtype) for gradient in (dk, dv))
     return dq, dk, dv
@@ -160,6 +165,8 @@ def prepare_forward(
         return None
     if documents is not None:
         return run_packed.prepare_forward(q, k, v, documents, scale)
+    if _is_plain(program, block_mask):
+        return run_plain.prepare_forward(q, k, v, scale, window)
     return run_forward.prepare(q, k, v, program, captured, block_mask, scale, window)
 
 
@@ -186,7 +193,14 @@ def prepare_backward(
         return None
     if documents is not None:
         return run_packed.prepare_backward(q, k, v, documents, scale, deterministic)
+    if _is_plain(program, block_mask):
+        return run_plain.prepare_backward(q, k, v, scale, window, deterministic)
     return run_backward.prepare(q, k, v, program, captured, block_mask, scale, window, deterministic)
+
+
+def _is_plain(program: Program, block_mask: BlockMask | None) -> bool:
+    """Whether a call has neither a program nor lists."""
+    return program.score is None and program.mask is None and block_mask is None
 
 
 def _read_as_they_are(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -9,11 +9,11 @@ import torch
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.flex.layout import empty_in_order
 from flashlane.flex.packed import Documents
-from flashlane.jit import launch, tensormap
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.kernel import KERNEL as BACKWARD
 from flashlane.kernels.hopper.backward.kernel import hopper_backward
 from flashlane.kernels.hopper.flex.problem import RepeatBackward, RepeatForward
+from flashlane.kernels.hopper.flex.run_plain import repeated_forward
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 
 
@@ -45,25 +45,7 @@ def prepare_forward(
     like_out = empty_in_order(q, v.shape[-1])
     like_lse = torch.empty((q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
     launches = KERNEL.prepare(_problem(q, k, v, documents, scale), _inputs(q, k, v, documents), like_out[0], like_lse)
-    like_out = like_out.transpose(1, 2)
-    out_size, out_stride, out_dtype = tuple(like_out.shape), like_out.stride(), like_out.dtype
-    lse_size, lse_stride = out_size[:3], launch.packed(out_size[:3])
-    empty, index, current_device = launch.allocator(q.device), q.device.index, launch.device_getter()
-
-    def repeat(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Any, block_mask: Any, documents: Documents
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return repeat(q, k, v, tensors, block_mask, documents)
-        addresses = at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if (at_q | at_k | at_v) % tensormap.ALIGNMENT:
-            return None
-        out, lse = empty(out_size, out_stride, out_dtype), empty(lse_size, lse_stride, torch.float32)
-        launches(q, k, v, out, lse, addresses, _with_lengths(q, k, v, documents))
-        return out, lse
-
-    return repeat
+    return repeated_forward(launches, like_out, _with_lengths)
 
 
 def prepare_backward(
