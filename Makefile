@@ -55,7 +55,7 @@ compile: venv-test ## compile every kernel for every architecture and read the c
 wheel: venv-test ## without a GPU: flashlane's wheel with the PTX of the kernels that PTX and CUBINS ask for
 	rm -rf build/lib src/flashlane/ptx
 	$(BIN)/flashlane prebuild $(PTX) --causal --ptx --out src/flashlane/ptx
-	$(BIN)/flashlane prebuild $(PTX) --no-causal --ptx --out src/flashlane/ptx
+	$(BIN)/flashlane prebuild $(PTX) --no-causal --lists --ptx --out src/flashlane/ptx
 	$(BIN)/flashlane prebuild $(CUBINS) --ptx --out src/flashlane/ptx
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation --no-index --quiet --wheel-dir dist .
 	rm -rf build/lib src/flashlane/ptx

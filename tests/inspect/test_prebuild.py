@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from fresh_process import KERNELS, ROOT, process
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.flex.bind import bind
 from flashlane.inspect import prebuild
+from flashlane.kernels.hopper.flex import run_backward, run_forward
 from flashlane.kernels.hopper.forward.launch import config_and_splits
 
 LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048}
@@ -53,6 +56,33 @@ def test_a_call_compiles_nothing_where_it_was_prebuilt_nor_where_the_wheel_is(tm
     index.write_text(json.dumps({**json.loads(index.read_text()), "compiler": "12.0"}))
     outcome = process(tmp_path / "other", paths=(tmp_path / "installed",))
     assert outcome["cached"] == [False] * 4, "of another compiler than their keys say, they are no one's"
+
+
+def test_kernels_of_block_lists_are_those_that_calls_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a mask function, and of lists by hand with blocks of 128 and of 64, whatever the length and the mask."""
+    made: list[str] = []
+
+    def sources(problem: AttentionProblem, mask: Any, block: int, bits: bool) -> set[Any]:
+        program, _ = bind(None, mask, torch.device("cpu"))
+        call = problem, program, (block, block), bits
+        return {run_forward.config_of(*call).source(), *run_backward.config_of(*call).sources()}
+
+    for head_dim, dtype in ((64, torch.bfloat16), (128, torch.float16)):
+        problem = AttentionProblem(
+            batch=1, heads=16, kv_heads=16, seqlen_q=512, seqlen_k=512, head_dim=head_dim, head_dim_v=head_dim,
+            dtype=dtype, scale=0.1, arch="sm_90a", needs_grad=True,
+        )  # fmt: skip
+        found = set(prebuild.sources_of_lists(problem))
+        called = replace(problem, seqlen_q=5000, seqlen_k=7000, heads=4, kv_heads=4, alignment="top-left", num_splits=1)
+        wanted = sources(called, lambda b, h, q, kv: (q - kv) % 7 != 3, 128, True)
+        wanted |= sources(called, None, 128, False) | sources(called, None, 64, False)
+        assert found == wanted
+        forward_alone = set(prebuild.sources_of_lists(replace(problem, needs_grad=False)))
+        assert forward_alone < found and len(forward_alone) == 3
+        made += [source.name for source in found]
+    assert not prebuild.sources_of_lists(replace(problem, arch="sm_80"))
+    assert not prebuild.sources_of_lists(replace(problem, dtype=torch.float32))
+    assert made
 
 
 def test_ptx_for_a_wheel_is_written_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,10 @@ def prebuild_command(
     backward: Annotated[
         bool, o.option("--backward/--no-backward", help="Also the kernels of the backward pass.", panel=o.WHICH)
     ] = True,
+    lists: Annotated[
+        bool,
+        o.option("--lists", help="Also flex_attention's kernels of block lists without a score.", panel=o.WHICH),
+    ] = False,
     arch: Annotated[str, o.archs("Architectures, in a list. Default: that of the GPU that is here.")] = "",
     out: Annotated[
         Path | None,
@@ -86,6 +90,8 @@ def prebuild_command(
         sources = prebuild.sources_of(problem)
         jobs += [(source, str(problem.arch)) for source in sources]
         without += not sources
+        if lists:
+            jobs += [(source, str(problem.arch)) for source in prebuild.sources_of_lists(problem)]
     jobs = list(dict.fromkeys(jobs))
     console = make_console()
     with Progress(console=make_console(stderr=True), transient=True) as progress:

@@ -23,6 +23,10 @@ from flashlane.core.registry import CompiledKernel, Kernel
 from flashlane.integrations.transformers import modifiers_of
 from flashlane.jit import Compiled, KernelSource, compiler
 from flashlane.jit.cache import DiskCache
+from flashlane.kernels.device_file import ELEMENTS
+from flashlane.kernels.hopper import flex
+from flashlane.kernels.hopper.arch import ARCH
+from flashlane.kernels.hopper.flex.problem import MAX_HEAD_DIM
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Lengths at which a model's kernels are looked up."""
@@ -42,6 +46,19 @@ def sources_of(problem: AttentionProblem, kernel: Kernel | None = None) -> tuple
     kernels = [kernel, dispatch.select_backward(problem, kernel)] if problem.needs_grad else [kernel]
     found = [each.sources(problem) for each in kernels if isinstance(each, CompiledKernel)]
     return tuple(source for sources in found for source in sources)
+
+
+def sources_of_lists(problem: AttentionProblem) -> tuple[KernelSource, ...]:
+    """The kernels that ``flex_attention`` runs for lists of blocks without a score, of a problem's head dims and type.
+
+    There are none where Hopper's kernels take no such problem. They are the same for all masks and lengths.
+    """
+    if problem.arch != ARCH or problem.dtype_name not in ELEMENTS:
+        return ()
+    dims = problem.head_dim, problem.head_dim_v
+    if problem.varlen or max(dims) > MAX_HEAD_DIM or any(dim % 8 for dim in dims):
+        return ()
+    return flex.sources_of_lists(problem)
 
 
 @dataclass

@@ -11,9 +11,13 @@ from typing import Any
 import torch
 
 from flashlane.core.arch import arch_of
+from flashlane.core.problem import AttentionProblem
+from flashlane.flex import expression
+from flashlane.flex import program as flex_program
 from flashlane.flex.packed import Documents
+from flashlane.jit import KernelSource
 from flashlane.kernels.hopper.arch import ARCH
-from flashlane.kernels.hopper.backward.config import GradientConfig
+from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM, GradientConfig
 from flashlane.kernels.hopper.flex import run_backward, run_forward, run_packed, run_plain
 from flashlane.kernels.hopper.flex.problem import (
     BlockMask,
@@ -27,6 +31,10 @@ from flashlane.kernels.hopper.flex.problem import (
 from flashlane.kernels.hopper.forward.config import HopperConfig
 
 __all__ = ["backward", "forward", "prepare_backward", "prepare_forward", "supports"]
+
+NO_MASK = flex_program.Program()
+ANY_MASK = flex_program.Program(mask=expression.binary("ge", expression.input("q"), expression.input("kv")))
+"""A program with a mask: bits are the mask of a kernel, so that its source has nothing of it."""
 
 
 def supports(
@@ -206,6 +214,23 @@ def _is_plain(program: Program, block_mask: BlockMask | None) -> bool:
 def _read_as_they_are(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the kernels read the tensors themselves, and no copies."""
     return k.shape[0] == q.shape[0] and all(readable(t) is t for t in (q, k, v))
+
+
+def sources_of_lists(problem: AttentionProblem) -> tuple[KernelSource, ...]:
+    """The kernels that calls without a score run for lists of blocks: of any mask function, and by hand.
+
+    They are the same for all masks and lengths.
+
+    Args:
+        problem: a call of these head dims and this type; with ``needs_grad`` the backward's kernels are among them.
+    """
+    found: dict[KernelSource, None] = {}
+    for block, program in ((128, ANY_MASK), (128, NO_MASK), (64, NO_MASK)):
+        call = problem, program, (block, block), program.mask is not None
+        found[run_forward.config_of(*call).source()] = None
+        if problem.needs_grad and max(problem.head_dim, problem.head_dim_v) <= ONE_CTA_HEAD_DIM:
+            found |= dict.fromkeys(run_backward.config_of(*call).sources())
+    return tuple(found)
 
 
 def _of_one_batch(q: torch.Tensor, *keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
