@@ -1,4 +1,4 @@
-"""Repeated calls of flex_attention on a GPU: the bits of the first call, on other streams, in graphs, of new numbers."""
+"""Repeated calls of flex_attention on a GPU: the first call's bits, on other streams, in graphs, of new numbers."""
 
 from __future__ import annotations
 

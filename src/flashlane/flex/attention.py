@@ -399,7 +399,9 @@ def _again(
 ) -> Any:
     """A call like that of an entry: the output, with ``wants_lse`` and the LSE; None where it does not run it."""
     entry, tensors = found.entry, found.tensors
-    mask = narrowed(block_mask) if entry.has_mask else None
+    mask = block_mask if entry.has_mask else None
+    if mask is not None and entry.window is None and not entry.is_packed:  # else the kernels are given no lists
+        mask = narrowed(mask)
     if entry.binding.computes:
         entry.program.check(Arguments(tensors, entry.integers))
     if not entry.records:

@@ -124,6 +124,8 @@ class Binding:
     """For each tensor of the mask function its place among those of the score function, if it is one of them."""
     kept: tuple[int, ...]
     """Which tensors of both programs are arguments: one that both read is one argument."""
+    computes: bool
+    """Whether torch operations on captured tensors make arguments."""
 
     def captured(self, score_mod: Any, mask_mod: Any) -> tuple[Tensors, Tensors] | None:
         """The tensors that a call's functions refer to; None where the functions are not like those that were bound.
@@ -138,11 +140,6 @@ class Binding:
             found.append(given)
         of_score, of_mask = found
         return (of_score, of_mask) if _shared(of_score, of_mask) == self.shared else None
-
-    @property
-    def computes(self) -> bool:
-        """Whether torch operations on captured tensors make arguments."""
-        return any(half is not None and half.translation.prelude is not None for half in self.halves)
 
     def arguments(self, captured: tuple[Tensors, Tensors]) -> Tensors:
         """The argument tensors of the program, from what :meth:`captured` gave."""
@@ -175,7 +172,8 @@ def binding_of(score_mod: Any, mask_mod: Any, device: torch.device) -> Binding |
     if any(t.device != device for t in read):
         return None
     kept = [i for i, t in enumerate(read) if all(t is not other for other in read[:i])]
-    return Binding(tuple(halves), _shared(*given), tuple(kept))  # type: ignore[arg-type]
+    computes = any(half is not None and half.translation.prelude is not None for half in halves)
+    return Binding(tuple(halves), _shared(*given), tuple(kept), computes)  # type: ignore[arg-type]
 
 
 def _shared(of_score: Tensors, of_mask: Tensors) -> tuple[int | None, ...]:
