@@ -149,7 +149,7 @@ def test_the_coefficients_are_those_of_shapes_that_exist() -> None:
     of_shapes = {
         cost.name_of(one.head_dim, one.head_dim_v, shape)
         for one in tiles.CLASSES
-        for shape in (*one.shapes, *one.plain, *one.loaded, one.few_rows)
+        for shape in (*one.shapes, *one.plain, *one.loaded_plain, *one.loaded, one.few_rows)
     }
     named, traffic = cost.coefficients()
     assert set(named) <= of_shapes and len(named) > 30

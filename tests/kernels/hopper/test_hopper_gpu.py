@@ -37,7 +37,7 @@ needs_hopper = pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm
 ROWS = [
     (one, shape, causal)
     for one in tiles.CLASSES
-    for shape in dict.fromkeys((*one.shapes, *one.plain, *one.loaded))
+    for shape in dict.fromkeys((*one.shapes, *one.plain, *one.loaded_plain, *one.loaded))
     for causal in (False, True)
 ]
 

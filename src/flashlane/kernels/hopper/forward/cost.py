@@ -29,8 +29,8 @@ LONG_US = 25_000.0
 LONG_IN_CLUSTERS = 0.88
 """The time of such a launch of clusters over what short rounds predict. Two CTAs load K and V once: of D 128 with
 75,600 queries and 75,600, 37,800 and 18,900 keys it is 2.9, 0.9 and 1.2 % shorter than that of single CTAs on an H200,
-although it has 2.8 % more cycles; short rounds predict 4 % more (docs/notebook/0035-the-power-limit.md). Tensor cores
-are busy in 97 % of the cycles there, so that a deferred maximum cannot save as many as in short launches (0032)."""
+although it has 2.8 % more cycles; short rounds predict 4 % more (docs/notebook/0035-the-power-limit.md). With a
+deferred maximum clusters are 4 to 5 % faster than single CTAs of D 96 and 128 (notebook 0032)."""
 
 
 @dataclass(frozen=True)

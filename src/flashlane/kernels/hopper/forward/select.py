@@ -77,7 +77,8 @@ def _launches(problem: AttentionProblem) -> list[cost.Launch]:
     """
     shapes = shapes_of(problem)
     if problem.window_left >= 0 or problem.window_right >= 0:
-        unmasked = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v)).unmasked
+        seqlen, one = SeqlenConfig.of(problem), tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
+        unmasked = () if seqlen.cache or seqlen.paged else one.unmasked
         ordered = tile_scheduler.in_sections(problem)
         shapes = tuple(s for s in shapes if s not in unmasked and (s.cluster == 1 or not ordered))
     found = [config_of_shape(shape, problem) for shape in shapes]
@@ -112,10 +113,11 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     if problem.seqlen_q * problem.group <= CONSUMER_ROWS and CONSUMER_ROWS % problem.group == 0:
         shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows,)
     else:
-        shapes = one.shapes_with_derivative if score.has_derivative else one.shapes
+        shapes, loaded = one.shapes_with_derivative if score.has_derivative else one.shapes, one.loaded
         if not score.transformed and (problem.window_left < 0 or one.head_dim <= NARROW):
             shapes = one.shapes_without_modifier
-        shapes_able = one.loaded if seqlen.cache or seqlen.paged else shapes
+            loaded = loaded if _must_gather(problem) else one.loaded_plain or loaded
+        shapes_able = loaded if seqlen.cache or seqlen.paged else shapes
     crowded = score.registers_per_score + (problem.window_left >= 0) > 1
     if crowded or _must_gather(problem):
         shapes_able = tuple(shape for shape in (*shapes_able, *one.loaded) if shape.consumers <= MOST_GATHERING)
@@ -212,7 +214,10 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
         cluster=1 if alone else config.cluster,
         split=split,
         combine_in_kernel=split and config.combine_in_kernel,
-        deferred_max=config.deferred_max and config.one_barrier and not ScoreConfig.of(problem).transformed,
+        deferred_max=config.deferred_max
+        and config.one_barrier
+        and not gather
+        and not ScoreConfig.of(problem).transformed,
     )
 
 

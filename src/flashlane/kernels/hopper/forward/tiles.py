@@ -101,6 +101,8 @@ class ShapeClass:
     """Those that are compared only without a mask: no other problem was timed with them, or they lost under a mask."""
     plain: tuple[TileShape, ...] = ()
     """The shapes where scores are only scaled, if others than :attr:`shapes`: their maximum may be deferred."""
+    loaded_plain: tuple[TileShape, ...] = ()
+    """The same with caches or with pages that boxes fit, in place of :attr:`loaded`."""
 
     @property
     def shapes_without_modifier(self) -> tuple[TileShape, ...]:
@@ -120,6 +122,7 @@ CLASSES = (
         (M256N64S4, M128N128S4), (M256N64S4, M128N128S4, M64N128S3),
         plain=(*map(_deferred, (M256N64S4, M256N64S4_FREE, M192N128S3, M192N128S3_FREE)), _early(M64N128S3),
                _deferred(_in_clusters(M192N128S3))),
+        loaded_plain=(_deferred(M256N64S4), M128N128S4),
     ),
     ShapeClass(
         80, 80, M64N128S3,
@@ -127,7 +130,10 @@ CLASSES = (
         (M128N128S2, M128N128S3), unmasked=(_deferred(M128N128S3),),
         plain=(_deferred(M192N64S3), _early(M192N80S3), _early(M192N96S3), _deferred(M128N128S3), _early(M64N128S3)),
     ),
-    ShapeClass(64, 128, M64N128S3, (M192N80S3, M128N128S3, M64N128S3), (M128N128S3,)),
+    ShapeClass(
+        64, 128, M64N128S3, (M192N80S3, M128N128S3, M64N128S3), (M128N128S3,), unmasked=(_deferred(M128N128S3),),
+        plain=(*map(_deferred, (M192N80S3, M128N128S3)), M64N128S3),
+    ),
     ShapeClass(
         96, 96, M64N128S3,
         (TileShape(96, 3, 3), TileShape(80, 3, 3, q_stages=2), M192N112S2, M192N112S3, M128N128S3,
@@ -152,11 +158,13 @@ CLASSES = (
         (M128N128S3,), unmasked=(_deferred(M128N128S3), _deferred(_ping_pong(M128N128S3))),
         plain=(*map(_deferred, (M192N64S3, M128N128S3, _ping_pong(M128N128S3), _in_clusters(M192N80S3))),
                _early(M64N128S3)),
+        loaded_plain=(_deferred(M128N128S3),),
     ),
     ShapeClass(
         192, 128, M64N96S2,
         (M128N64S3, _ping_pong(M128N64S3), TileShape(64, 3, 2, q_stages=2), M128N112S2, M128N112S2_LATE, M64N96S2),
         (M128N64S3, M128N112S2_LATE),
+        plain=(_deferred(M128N64S3), M64N96S2),
     ),
     ShapeClass(
         160, 160, M64N96S2,
