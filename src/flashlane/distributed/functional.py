@@ -33,8 +33,7 @@ from flashlane.distributed.attend import Settings
 from flashlane.distributed.comm import Grid, Group, Ranks, label_of
 from flashlane.distributed.copies import half_of_call
 from flashlane.distributed.gather import Task
-from flashlane.distributed.head_copies import HeadCopies, HeadTask
-from flashlane.distributed.head_copies import why_not as why_not_head_copies
+from flashlane.distributed.head_copies import HeadCopies, HeadTask, refuse_messages, task_of
 from flashlane.distributed.layout import Layout, check_layout, rows_of, runs_of
 from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import MOST_GROUPS, half_of
@@ -431,9 +430,7 @@ def _checked_call(
     if options["transport"] not in TRANSPORTS:
         raise ValueError(f"transport is {options['transport']!r}; it may be one of {', '.join(map(repr, TRANSPORTS))}")
     if options["transport"] == "copies" and method not in ("allgather", "ulysses"):
-        raise NotImplementedError(
-            f"transport is 'copies' with method {method!r}; only 'allgather' and 'ulysses' have it"
-        )
+        raise NotImplementedError(f"transport is 'copies' with method {method!r}; it must be 'allgather' or 'ulysses'")
     bounds = head_bounds(stride, inputs.k.shape[-2])
     if options["transport"] == "copies" and len(bounds) > MOST_GROUPS:
         raise NotImplementedError(f"heads_k_stride is {stride}; transport 'copies' takes up to {MOST_GROUPS} groups")
@@ -458,11 +455,7 @@ def _checked_call(
     )
     division = Division(layout, lengths, key_ranks, left, right, heads_ranks)
     if options["transport"] == "copies" and method == "ulysses":
-        plain = not options["return_lse"] and not any(t is not None for t in modifiers)
-        batch = 1 if inputs.q.dim() == 3 else inputs.q.shape[0]
-        heads = Heads(inputs.q.shape[-2], inputs.k.shape[-2], grid.size)
-        if reason := why_not_head_copies(division, heads, batch, plain):
-            raise NotImplementedError(f"transport is 'copies' with method 'ulysses', which sends messages: {reason}")
+        refuse_messages(division, inputs, not options["return_lse"] and not any(t is not None for t in modifiers))
     return division, settings, method
 
 
@@ -535,31 +528,6 @@ def _copies(
     return why_not_copies(places, groups, half, half_of(grid.keys, device)) is None
 
 
-def _head_task(
-    grid: Grid,
-    division: Division,
-    heads: Heads,
-    settings: Settings,
-    inputs: Inputs,
-    options: dict[str, Any],
-    modified: bool,
-    number: int,
-    places: list[Place],
-) -> HeadTask | None:
-    """What a call of "ulysses" copies; None where it sends messages. All ranks decide from the same values."""
-    q, k, v, transport = inputs.q, inputs.k, inputs.v, options["transport"]
-    plain, batch = not modified and not options["return_lse"], 1 if q.dim() == 3 else q.shape[0]
-    if transport == "messages" or grid.heads is not None or grid.size == 1:
-        return None
-    if why_not_head_copies(division, heads, batch, plain) is not None:
-        return None
-    dims = q.shape[-1], v.shape[-1]
-    task = HeadTask(grid.keys, division, heads, dims, k.dtype, settings, number)
-    if transport == "copies" or why_not_copies(places, 1, task.half, half_of(grid.keys, q.device)) is None:
-        return task
-    return None
-
-
 class _Call:
     """A checked call, which serves all calls with equal arguments."""
 
@@ -592,9 +560,9 @@ class _Call:
             by_heads = grid.heads or grid.keys
             keys = grid.keys if grid.heads and grid.keys.size > 1 else None
             division_of = Heads(heads, kv_heads, by_heads.size)
-            self.head_task = _head_task(
-                grid, division, division_of, settings, inputs, options, modified, number, places
-            )
+            if grid.heads is None and grid.size > 1:
+                plain, transport = not modified and not self.returns_lse, options["transport"]
+                self.head_task = task_of(grid.keys, division, settings, inputs, transport, plain, places, number)
             self.exchange = Exchange(by_heads, division, division_of, keys.rank if keys else 0, number)
         self.function = RingAttention if keys is not None and method != "allgather" else GatherAttention
         self.task = Task(keys, division, settings, *bounds, copies, self.returns_lse, in_chunks, number)

@@ -11,22 +11,24 @@ Nothing but copies of the driver moves data, since a kernel of another kind migh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from flashlane.core.arch import compute_dtype
-from flashlane.core.problem import VECTOR_BYTES
+from flashlane.core.problem import VECTOR_BYTES, Inputs
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.blocks import Block
 from flashlane.distributed.calls import Calls
 from flashlane.distributed.comm import Ranks, label_of
 from flashlane.distributed.launches import Launch
 from flashlane.distributed.layout import Run, runs_of
-from flashlane.distributed.peer_memory import MOST_GROUPS, Exchange, HeadMove, PeerMemory, Places, memory_of
+from flashlane.distributed.peer_memory import MOST_GROUPS, Exchange, HeadMove, PeerMemory, Places, half_of, memory_of
 from flashlane.distributed.plan import Division, gather_calls
 from flashlane.distributed.streams import COMPUTE_STREAMS, COPY_STREAM, CallStreams
+from flashlane.distributed.transport import Place, Transport, why_not_copies
 from flashlane.distributed.ulysses import Heads
 from flashlane.ops import torch_rules
 
@@ -191,6 +193,51 @@ def why_not(division: Division, heads: Heads, batch: int, plain: bool) -> str | 
     if len(group_bounds(heads.kv_heads // heads.ranks)) > MOST_GROUPS + 1:
         return "there are too many groups of heads"
     return None
+
+
+def refuse_messages(division: Division, inputs: Inputs, plain: bool) -> None:
+    """Raise NotImplementedError if a call would send messages; the arguments are those of :func:`task_of`."""
+    if reason := why_not(division, _heads_of(division, inputs), _batch_of(inputs), plain):
+        raise NotImplementedError(f"transport is 'copies' with method 'ulysses', which sends messages: {reason}")
+
+
+def task_of(
+    ranks: Ranks,
+    division: Division,
+    settings: Settings,
+    inputs: Inputs,
+    transport: Transport,
+    plain: bool,
+    places: Sequence[Place],
+    call: int,
+) -> HeadTask | None:
+    """What a call of "ulysses" copies; None where it sends messages. All ranks decide from the same values.
+
+    Args:
+        ranks: those that exchange heads.
+        division: of all tokens to them.
+        settings: the other arguments of the call.
+        inputs: q, k and v, with a batch or packed.
+        transport: as the caller gave it.
+        plain: whether there is no score modifier, and no LSE is returned.
+        places: of the ranks.
+        call: its number.
+    """
+    heads, q = _heads_of(division, inputs), inputs.q
+    if transport == "messages" or why_not(division, heads, _batch_of(inputs), plain) is not None:
+        return None
+    task = HeadTask(ranks, division, heads, (q.shape[-1], inputs.v.shape[-1]), q.dtype, settings, call)
+    if transport == "copies" or why_not_copies(places, 1, task.half, half_of(ranks, q.device)) is None:
+        return task
+    return None
+
+
+def _heads_of(division: Division, inputs: Inputs) -> Heads:
+    return Heads(inputs.q.shape[-2], inputs.k.shape[-2], division.heads_ranks)
+
+
+def _batch_of(inputs: Inputs) -> int:
+    return 1 if inputs.q.dim() == 3 else inputs.q.shape[0]
 
 
 class HeadCopies(torch.autograd.Function):

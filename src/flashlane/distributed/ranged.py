@@ -19,11 +19,11 @@ from flashlane.distributed.modifiers import Modifiers
 from flashlane.distributed.peer_memory import MOST_GROUPS, flag_of
 from flashlane.distributed.plan import Division, GatherPlan, Segment, gather_plan
 
-FEWEST_ROWS, MOST_COPIES = 512, 4
+FEWEST_ROWS, MOST_COPIES = 2048, 4
 """The fewest rows of a chunk, and the most chunks into which the keys that a rank receives are cut if they are larger;
 rows are doubled to get few enough chunks for a launch. A tile reads its rank's own keys first. Meanwhile a chunk must
-come, and own keys grow with those of others. K and V of 1,024 rows with 8 heads take 16 µs, and each chunk takes 9 µs
-of the host for the copies and 3 for the flag."""
+come, and own keys grow with those of others. K and V of 2,048 rows with 8 heads take 22 µs, and each chunk takes 22 µs
+of the host for the copies and 7 for the flag."""
 
 
 class ArrivingChunk(NamedTuple):
