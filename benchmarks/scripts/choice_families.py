@@ -30,8 +30,8 @@ from flashlane import jit
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import KernelSource
+from flashlane.kernels.decode import tables
 from flashlane.kernels.decode.select import config_of, keys_of, output_tiles, rows_of, splits_for
-from flashlane.kernels.decode.tables import PREFERRED, SHAPES
 from flashlane.kernels.grid_cost import SMS
 from flashlane.kernels.hopper.backward.head_swizzle import COMPARED, by_model
 from flashlane.kernels.hopper.backward.kernel import KERNEL as HOPPER_BACKWARD
@@ -361,15 +361,20 @@ def triton_backward_calls(shape: Shape, device: torch.device, checked: bool = Tr
 COLD_BYTES = 128 << 20
 """K and V of all sets that a decode call goes through in turn: no set finds its own in the L2 cache."""
 MOST_SETS = 40
+FULL_WAVES = (1, 3)
+"""Waves of CTAs for whose number of splits each shape of decode is timed."""
 
 
 def decode_configs(problem: AttentionProblem) -> list[tuple[Any, int | None]]:
     """Configurations and most splits (None: the rule's): the chosen one, every shape of the tables, other splits."""
     chosen = DECODE.config(problem)
-    by_rows = [by_load for table in (SHAPES, PREFERRED["sm_90a"]) for _, lines in table for _, by_load in lines]
+    by_rows = [
+        by_load for table in (tables.SHAPES, tables.PREFERRED["sm_90a"]) for _, lines in table for _, by_load in lines
+    ]
     shapes = {shape for by_load in by_rows for of_load in by_load.values() for shape in of_load}
-    tiles = {rows for _, lines in SHAPES for rows, _ in lines}
+    tiles = {rows for _, lines in tables.SHAPES for rows, _ in lines}
     tile = min((rows for rows in tiles if rows >= rows_of(problem)), default=max(tiles))
+    shapes |= {shape for limit, _, compared in tables.COMPARED for shape in compared if problem.head_dim <= limit}
     shapes = {s for s in shapes if 16 * s.warps_m == tile}
     shapes |= {replace(s, cluster=1) for s in shapes if s.ctas == 1}  # where the rule has clusters, none of them too
     found = [config_of(problem, shape) for shape in sorted(shapes, key=repr)]
@@ -380,11 +385,13 @@ def decode_configs(problem: AttentionProblem) -> list[tuple[Any, int | None]]:
 
 
 def other_splits(problem: AttentionProblem, config: Any, parts: tuple[float, ...]) -> list[int]:
-    """Splits over and below what the rule gives, as parts of that, which a configuration can have."""
-    splits = splits_for(problem, config, output_tiles(problem, config.rows), SMS["sm_90a"] * config.min_blocks)
-    found = {max(1, int(splits * part)) for part in parts} - {splits}
+    """Splits over and below what the rule gives, as parts of that, which a configuration can have, and full waves."""
+    tiles, held = output_tiles(problem, config.rows), SMS["sm_90a"] * config.min_blocks
+    splits = splits_for(problem, config, tiles, held)
+    waves = {waves * held // tiles for waves in FULL_WAVES} if config.cluster == 1 else set()
+    found = {max(1, int(splits * part)) for part in parts} | {n for n in waves if n}
     most = min(config.max_splits, -(-keys_of(problem) // (config.step * config.cluster)))
-    return [n for n in sorted(found) if n <= most]
+    return [n for n in sorted(found - {splits}) if n <= most]
 
 
 def decode_calls(shape: Shape, device: torch.device, checked: bool = True) -> Calls:
