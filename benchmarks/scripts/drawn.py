@@ -32,12 +32,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from drawn_summary import FORMAT, OURS, fastest_of, picture, read, summary
+from drawn_summary import FORMAT, OURS, SAME, fastest_of, join, picture, read, summary
 from gpu_run import ROUNDS, device_or_exit, heat
 from hopper_shapes import PEER_TAGS
 
@@ -69,8 +68,6 @@ PROTOCOLS: tuple[TimingProtocol, ...] = ("steady", "flushed")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 MOST_FLOP = {"forward": 2e12, "backward": 3e12 / WORK["backward"]}
 """Of the forward pass of a problem, by the direction that is timed."""
-SAME = ("device", "commit", "torch", "cudnn", "flash-attn-4")
-"""What must be the same for rows to stand in one file."""
 MARGIN = 1.3
 """Candidates that take so many times the fastest one's time in a short timing are not timed further."""
 FAR_BEHIND = 1.5
@@ -509,32 +506,6 @@ def show(paths: Sequence[Path], folder: Path) -> int:
         else "no picture: there is no ratio, or no matplotlib here (--show draws it later)"
     )
     return 0
-
-
-def join(folders: Sequence[Path], out: Path) -> list[Path]:
-    """Put the rows of files of one name in ``folders`` into one file of that name in ``out``; these files.
-
-    Raises:
-        ValueError: two of them are of other devices, commits, versions, protocols or peers, or have the same problem.
-    """
-    names = sorted({path.name for folder in folders for path in folder.glob("drawn_*.json")})
-    if not names:
-        raise ValueError(f"--join is {', '.join(map(str, folders))}; no such folder has a file drawn_*.json")
-    for name in names:
-        bodies = [read(folder / name) for folder in folders if (folder / name).is_file()]
-        joined = dict(
-            bodies[0], rows=sorted((row for body in bodies for row in body["rows"]), key=itemgetter("number"))
-        )
-        for body in bodies[1:]:
-            if any(body["environment"].get(key) != joined["environment"].get(key) for key in SAME) or any(
-                body[key] != joined[key] for key in ("kind", "direction", "seed", "count", "protocols", "peers")
-            ):
-                raise ValueError(f"--join has files {name} of two devices, commits, versions, lists or protocols")
-        numbers = [row["number"] for row in joined["rows"]]
-        if len(set(numbers)) < len(numbers):
-            raise ValueError(f"--join has files {name} of which two hold the same problem")
-        write_atomically(out / name, json.dumps(joined, indent=1) + "\n")
-    return [out / name for name in names]
 
 
 def share_of(text: str) -> Share:

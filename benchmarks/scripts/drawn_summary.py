@@ -1,4 +1,4 @@
-"""What the rows of drawn.py amount to: how many problems are ahead, the worst ones, regret, and a picture."""
+"""Files of drawn.py: joined, and what their rows amount to (how many problems are ahead, regret, a picture)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import peers_chart
 
+from flashlane.bench.measure.results import write_atomically
+
 FORMAT = "flashlane-drawn/1"
 OURS = "flashlane"
+SAME = ("device", "commit", "torch", "cudnn", "flash-attn-4")
+"""What must be the same for rows to stand in one file."""
 WORST = 10
 Row = Mapping[str, Any]
 Body = Mapping[str, Any]
@@ -32,6 +37,32 @@ def read(path: Path) -> dict[str, Any]:
         found = body.get("format") if isinstance(body, dict) else None
         raise ValueError(f"{path} has format {found!r}; it must be {FORMAT!r}")
     return body
+
+
+def join(folders: Sequence[Path], out: Path) -> list[Path]:
+    """Put the rows of files of one name in ``folders`` into one file of that name in ``out``; these files.
+
+    Raises:
+        ValueError: two of them are of other devices, commits, versions, protocols or peers, or have the same problem.
+    """
+    names = sorted({path.name for folder in folders for path in folder.glob("drawn_*.json")})
+    if not names:
+        raise ValueError(f"--join is {', '.join(map(str, folders))}; no such folder has a file drawn_*.json")
+    for name in names:
+        bodies = [read(folder / name) for folder in folders if (folder / name).is_file()]
+        joined = dict(
+            bodies[0], rows=sorted((row for body in bodies for row in body["rows"]), key=itemgetter("number"))
+        )
+        for body in bodies[1:]:
+            if any(body["environment"].get(key) != joined["environment"].get(key) for key in SAME) or any(
+                body[key] != joined[key] for key in ("kind", "direction", "seed", "count", "protocols", "peers")
+            ):
+                raise ValueError(f"--join has files {name} of two devices, commits, versions, lists or protocols")
+        numbers = [row["number"] for row in joined["rows"]]
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"--join has files {name} of which two hold the same problem")
+        write_atomically(out / name, json.dumps(joined, indent=1) + "\n")
+    return [out / name for name in names]
 
 
 def ratios(rows: Sequence[Row], protocol: str) -> list[float]:
