@@ -61,29 +61,57 @@ SECTIONS = (1, 2, 4, 8, 16, 32)
 FAR_BEHIND = 1.12
 """Candidates that take so many times the fastest one's time at their first call are not timed."""
 
+
+def deferred(shape: TileShape, **changes: Any) -> TileShape:
+    """A shape with a deferred maximum, and with the wait for O after the exponentials unless that is changed."""
+    return replace(shape, **{"deferred_max": True, "late_wait": True, **changes})
+
+
+M128N160S2 = TileShape(160, 2, 2)
+M128N176S2 = TileShape(176, 2, 2)
 TILES = {
     "192x80": M192N80S3,
     "384x80": replace(M192N80S3, cluster=2),
-    "192x80 pingpong": replace(M192N80S3, pingpong=True),
-    "384x80 pingpong": replace(M192N80S3, pingpong=True, cluster=2),
-    "192x80 of 4": replace(M192N80S3, stages=4),
     "384x80 of 4": replace(M192N80S3, stages=4, cluster=2),
-    "192x64": M192N64S3,
-    "384x64": replace(M192N64S3, cluster=2),
-    "128x128": M128N128S3,
-    "256x128": replace(M128N128S3, cluster=2),
-    "128x144": TileShape(144, 2, 2, q_in_registers=True, late_wait=True),
-    "256x144": TileShape(144, 2, 2, q_in_registers=True, late_wait=True, cluster=2),
-    "128x160": TileShape(160, 2, 2),
-    "256x160": TileShape(160, 2, 2, cluster=2),
-    "128x176 pingpong": TileShape(176, 2, 2, pingpong=True),
-    "256x176": TileShape(176, 2, 2, cluster=2),
+    "192x80 deferred": deferred(M192N80S3),
+    "192x80 deferred, early": deferred(M192N80S3, late_wait=False),
+    "384x80 deferred": deferred(M192N80S3, cluster=2),
+    "384x80 deferred, early": deferred(M192N80S3, late_wait=False, cluster=2),
+    "384x80 of 4 deferred": deferred(M192N80S3, cluster=2, stages=4),
+    "192x64 deferred": deferred(M192N64S3),
+    "384x64 deferred": deferred(M192N64S3, cluster=2),
+    "128x128 deferred": deferred(M128N128S3),
+    "128x128 deferred, pingpong": deferred(M128N128S3, pingpong=True),
+    "256x128 deferred": deferred(M128N128S3, cluster=2),
+    "256x128 deferred, pingpong": deferred(M128N128S3, pingpong=True, cluster=2),
+    "256x160 deferred": deferred(M128N160S2, cluster=2),
+    "256x176 deferred": deferred(M128N176S2, cluster=2),
+    "256x176": replace(M128N176S2, cluster=2),
 }
 """What is timed, by rows and keys; those of more than 192 rows are of two CTAs; four stages where it says so."""
-FEW = ("192x80", "384x80")
+FEW = ("192x80", "384x80", "384x80 deferred", "192x64 deferred", "384x64 deferred", "128x128 deferred, pingpong",
+       "256x128 deferred", "256x128 deferred, pingpong")  # fmt: skip
+D96 = TileShape(96, 3, 3)
+TWO = replace(M192N80S3, q_stages=2)
 OF_HEAD_DIM = {
-    64: {"192x128": M192N128S3, "384x128": replace(M192N128S3, cluster=2)},
-    96: {"192x96": TileShape(96, 3, 3), "384x96": TileShape(96, 3, 3, cluster=2), "192x112": M192N112S2},
+    64: {
+        "192x128": M192N128S3,
+        "384x128": replace(M192N128S3, cluster=2),
+        "192x128 deferred": deferred(M192N128S3),
+        "384x128 deferred": deferred(M192N128S3, cluster=2),
+        "192x128 deferred, free": deferred(M192N128S3, pingpong=False),
+        "384x128 deferred, free": deferred(M192N128S3, pingpong=False, cluster=2),
+    },
+    96: {
+        "192x96": D96,
+        "384x96": replace(D96, cluster=2),
+        "384x96 deferred": deferred(D96, cluster=2),
+        "192x112": M192N112S2,
+        "192x64 deferred": deferred(M192N64S3),
+        "384x64 deferred": deferred(M192N64S3, cluster=2),
+        "192x80 deferred": deferred(TWO),
+        "384x80 deferred": deferred(TWO, cluster=2),
+    },
     128: TILES,
 }
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
@@ -152,7 +180,9 @@ class Meter:
         done = threading.Event()
 
         def look() -> None:
-            while not done.wait(SAMPLE_SECONDS):
+            over = False
+            while not over:
+                over = done.wait(SAMPLE_SECONDS)
                 clocks.append(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
 
         thread = threading.Thread(target=look)
@@ -164,9 +194,7 @@ class Meter:
             done.set()
             thread.join()
         joules = (self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) - before) / 1e3
-        found |= {"joules": joules, "seconds": time.perf_counter() - began}
-        if clocks:
-            found["mhz"] = statistics.fmean(clocks)
+        found |= {"joules": joules, "seconds": time.perf_counter() - began, "mhz": statistics.fmean(clocks)}
 
 
 def tensors(name: str, device: torch.device) -> tuple[AttentionProblem, Inputs]:
