@@ -322,7 +322,13 @@ def main(arguments: list[str] | None = None) -> int:
         from flashlane.bench.measure.environment import environment
 
         where = environment(torch.device(known.device))
-        body = {"format": "flashlane-vllm-interface/1", "environment": where, "vllm": PUBLISHED, "seed": 0}
+        body = {
+            "format": "flashlane-vllm-interface/1",
+            "script": "tools/vllm_interface.py",
+            "environment": where,
+            "vllm": PUBLISHED,
+            "seed": 0,
+        }
         known.out.write_text(json.dumps(body | {"errors": errors, "problems": found}, indent=1) + "\n")
     return int(bool(found))
 

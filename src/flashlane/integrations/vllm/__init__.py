@@ -4,8 +4,8 @@ vLLM starts processes of its own, each of which loads the plug-ins of every inst
 in the group ``vllm.general_plugins`` is :func:`plugin`, so users call nothing. Where vLLM runs in one process,
 :func:`register_vllm` does the same.
 
-The backend's classes were tested on a CPU under the abstract classes and the registry of the published vLLM 0.33.0
-(``tools/vllm_interface.py``). A vLLM server was not run.
+The backend's classes were tested under the abstract classes and the registry of the published vLLM 0.33.0
+(``tools/vllm_interface.py``), on a CPU and on an H200. A vLLM server was not run.
 """
 
 from __future__ import annotations
