@@ -178,6 +178,7 @@ PEERS = {
     "unfused": "plain PyTorch",
     "flash": "FlashAttention-2 (SDPA)",
     "fa2": "FlashAttention-2 (SDPA)",
+    "flashinfer": "FlashInfer",
     "cudnn": "cuDNN (SDPA)",
     "efficient": "SDPA efficient",
     "sdpa-efficient": "SDPA efficient",
@@ -324,7 +325,7 @@ def suite(result: Result) -> str:
     return text + "".join(f"\n{message}\n" for message in result["messages"])
 
 
-HOPPER_PEERS = ("cudnn", "fa4", "fa2", "flex")
+HOPPER_PEERS = ("cudnn", "fa4", "fa2", "flex", "flashinfer")
 SQUARE = re.compile(r"D(64|128|256) (full|causal) N(\d+) B(\d+) H(\d+)")
 """A problem of the grid: as many tokens and columns whatever the length and the head dim."""
 
@@ -359,9 +360,12 @@ def hopper_grid(result: Result, direction: str | None = None) -> str:
     return text + f"\nGeometric mean of the {len(ratios)} ratios {mean:.3f}, the least {min(ratios):.3f}.\n"
 
 
-def hopper_rows(result: Result) -> str:
-    """A line a problem that is not of the grid: TFLOP/s of ours and of the peers, and the ratio to the fastest."""
-    rows = [row for row in result["rows"] if row.get("ratio") and not square(row)]
+def hopper_rows(result: Result, every: bool = False) -> str:
+    """A line a problem that is not of the grid: TFLOP/s of ours and of the peers, and the ratio to the fastest.
+
+    ``every``: also those of the grid.
+    """
+    rows = [row for row in result["rows"] if row.get("ratio") and (every or not square(row))]
     peers = [peer for peer in HOPPER_PEERS if any(peer in row["tflops"] for row in rows)]
     tiles = any(row.get("config") for row in rows)
     costs = any(row.get("cost") is not None for row in rows)
@@ -578,7 +582,11 @@ VIEWS = {
         "rows": hopper_rows,
         "targets": hopper_targets,
     },
-    "flashlane-hopper-": {"grid": hopper_grid, "rows": hopper_rows},
+    "flashlane-hopper-": {
+        "grid": hopper_grid,
+        "rows": hopper_rows,
+        "every": functools.partial(hopper_rows, every=True),
+    },
     "flashlane-lessons/": {"ceilings": ceilings, "rows": lessons},
 }
 """Start of a file's format -> its views."""

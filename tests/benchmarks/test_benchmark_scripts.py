@@ -247,6 +247,18 @@ def test_hopper_forward_s_other_problems_show_their_tile(script, tmp_path):
         ["D64 full N1024 B16 H32/8", "192x64", "6", "3", "2.00"]
     ]
     assert lines_of(script("readme_tables").bench_tables(path, "grid")) == [["D64 full", "6 / – / 5 / – **1.20**"]]
+    assert lines_of(script("readme_tables").bench_tables(path, "every")) == [
+        ["D64 full N1024 B16 H32", "256x64", "6", "5", "1.20"],
+        ["D64 full N1024 B16 H32/8", "192x64", "6", "3", "2.00"],
+    ]
+
+
+def test_kernels_of_whole_models_become_a_table(script, tmp_path):
+    row = {"workload": "wan", "attention": "flash", "ms": 428.21, "classes": {"attention": 337.12, "product": 57.06}}
+    path = write(tmp_path, "e2e_kernels", {"format": "flashlane-e2e-kernels/1", "rows": [row]})
+    assert lines_of(script("readme_tables").bench_tables(path)) == [
+        ["wan", "flash", "428.2", "337.1", "57.1", "–", "–"]
+    ]
 
 
 def test_decode_results_become_a_table(script, tmp_path):
