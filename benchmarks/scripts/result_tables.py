@@ -539,6 +539,15 @@ def flex_speed(result: Result) -> str:
     return table(("cell", "direction", *(f"{name}:" for name in names), "missed"), rows)
 
 
+def flex_host(result: Result) -> str:
+    """A line a call: microseconds of the host for a forward, one that records a gradient, and one with its backward."""
+    paths = ("forward", "gradient", "both")
+    names = list(dict.fromkeys(row["name"] for row in result["rows"]))
+    found = {(row["name"], row["path"]): row.get("us") for row in result["rows"]}
+    rows = [(name, *(number(found.get((name, path)), 0) for path in paths)) for name in names]
+    return table(("call", "forward, µs:", "with a gradient, µs:", "and backward, µs:"), rows)
+
+
 def nano_vllm(result: Result) -> str:
     """A line a mode: how near the tokens are to the best ones, and the throughput."""
     head = ("mode", "greedy tokens:", "with the best logit:", "others at most below:", "requests:", "tokens a second:")
@@ -559,6 +568,7 @@ def e2e_kernels(result: Result) -> str:
 VIEWS = {
     "flashlane-e2e-kernels/": {"": e2e_kernels},
     "flashlane-two-gpus/": {"": two_gpus_tables.shares, "model": two_gpus_tables.model, "step": two_gpus_tables.step},
+    "flashlane-flex-host/": {"": flex_host},
     "flashlane-flex-masks/": {"": flex_masks},
     "flashlane-flex-speed/": {"": flex_speed},
     "flashlane-bench/": {
