@@ -178,7 +178,6 @@ PEERS = {
     "unfused": "plain PyTorch",
     "flash": "FlashAttention-2 (SDPA)",
     "fa2": "FlashAttention-2 (SDPA)",
-    "flashinfer": "FlashInfer",
     "cudnn": "cuDNN (SDPA)",
     "efficient": "SDPA efficient",
     "sdpa-efficient": "SDPA efficient",
@@ -326,6 +325,8 @@ def suite(result: Result) -> str:
 
 
 HOPPER_PEERS = ("cudnn", "fa4", "fa2", "flex", "flashinfer")
+HOPPER_TITLES = {**PEERS, "flashinfer": "FlashInfer"}
+"""FlashInfer is in a result of its own, and so not in the table of the standing."""
 SQUARE = re.compile(r"D(64|128|256) (full|causal) N(\d+) B(\d+) H(\d+)")
 """A problem of the grid: as many tokens and columns whatever the length and the head dim."""
 
@@ -369,7 +370,8 @@ def hopper_rows(result: Result, every: bool = False) -> str:
     peers = [peer for peer in HOPPER_PEERS if any(peer in row["tflops"] for row in rows)]
     tiles = any(row.get("config") for row in rows)
     costs = any(row.get("cost") is not None for row in rows)
-    head = ("problem", *(("tile",) if tiles else ()), "flashlane:", *(f"{PEERS.get(p, p)}:" for p in peers), "ratio:")
+    titles = (f"{HOPPER_TITLES.get(peer, peer)}:" for peer in peers)
+    head = ("problem", *(("tile",) if tiles else ()), "flashlane:", *titles, "ratio:")
     lines = []
     for row in rows:
         rates = (number(row["tflops"].get(peer), 0) for peer in ("flashlane", *peers))
