@@ -39,7 +39,7 @@ from flashlane.bench.measure.results import write_atomically
 from flashlane.distributed import context_parallel_attn_func
 
 FORMAT = "flashlane-two-gpus-faults/1"
-GROUP_SECONDS, MOST_SECONDS = 10, 30
+GROUP_SECONDS, MOST_SECONDS = 10, 15
 NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 START_SECONDS = 100
 """The most seconds from the start of the processes to the faults."""
