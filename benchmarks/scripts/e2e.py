@@ -44,7 +44,7 @@ def joined(files: Sequence[Path]) -> dict[str, Any]:
     notes: dict[str, str] = {}
     for body in bodies:
         notes |= {note.partition(":")[0]: note for note in body["notes"]}
-        for name in {row["workload"] for row in body["rows"]}:
+        for name in dict.fromkeys(row["workload"] for row in body["rows"]):
             rows[name] = [dict(row) for row in body["rows"] if row["workload"] == name]
             for row in rows[name]:
                 if body["environment"]["commit"] != last["environment"]["commit"]:

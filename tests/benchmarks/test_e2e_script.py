@@ -54,6 +54,12 @@ def test_files_are_joined_and_the_last_one_wins(script: ModuleType, tmp_path: Pa
     assert script.main(["--check"]) == 1
 
 
+def test_parts_of_a_workload_keep_their_order(script: ModuleType, tmp_path: Path) -> None:
+    parts = [f"generate {part}" for part in ("prefill", "decode", "a", "b", "c", "d")]
+    path = file(tmp_path / "a.json", "aaa", {(part, "default"): 1.0 for part in parts})
+    assert list(dict.fromkeys(row["workload"] for row in script.joined([path])["rows"])) == parts
+
+
 def test_files_of_two_machines_are_refused(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
