@@ -56,6 +56,24 @@ def test_in_place_operations_and_methods() -> None:
     check(score_mod)
 
 
+def test_shifts_leave_their_operand_as_it_is() -> None:
+    """Torch names them __rshift__ and __lshift__, as if they were in place; in place they are __irshift__."""
+
+    def interleaved(score, b, h, q, kv):
+        spread = (kv | (kv << 4)) & 0x0F0F
+        spread = (spread | (spread << 2)) & 0x3333
+        return score + (spread ^ (spread >> 1)) - (q >> 1) * q
+
+    def in_place(score, b, h, q, kv):
+        changed = kv.clone()
+        changed <<= 2
+        changed |= 3
+        return score + changed + kv
+
+    check(interleaved)
+    check(in_place)
+
+
 @pytest.mark.parametrize("mode", [None, "floor", "trunc"])
 def test_division_rounds_as_torch_does(mode: str | None) -> None:
     """Of negative quotients floor and trunc differ, of numbers and of integers."""

@@ -24,7 +24,11 @@ _ARITHMETIC = {"f16": "f32", "bf16": "f32", "u8": "i32", "i8": "i32", "i16": "i3
 _ORDER = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _RENAMED = {"bitwise_left_shift": "shl", "bitwise_right_shift": "shr", "__lshift__": "shl", "__rshift__": "shr"}
-_RENAMED |= {f"__{op}__": op for op in ("and", "or", "xor")} | {"floor_divide": "floordiv", "arctan2": "atan2"}
+_RENAMED |= {"__ilshift__": "shl", "__irshift__": "shr"}
+_RENAMED |= {f"__{i}{op}__": op for op in ("and", "or", "xor") for i in ("", "i")} | {
+    "floor_divide": "floordiv",
+    "arctan2": "atan2",
+}
 _RENAMED |= {f"{kind}_{op}": op for kind in ("bitwise", "logical") for op in ("and", "or", "xor")}
 _RENAMED |= {"greater": "gt", "less": "lt", "arctan": "atan", "arcsin": "asin", "arccos": "acos"}
 _SAME = ("clone", "alias", "view", "expand", "squeeze", "unsqueeze", "reshape", "lift_fresh", "lift_fresh_copy")

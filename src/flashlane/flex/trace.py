@@ -160,7 +160,8 @@ class _Translation:
             found = self.operation(node)
             if found is not None:
                 self.values[node] = found
-                if node.target.__name__.split(".")[0].endswith("_") and node.args:  # in place
+                schema = getattr(node.target, "_schema", None)
+                if schema is not None and schema.is_mutable and node.args:  # in place; by its name __rshift__ would be
                     self.values[node.args[0]] = found  # type: ignore[index]
             elif self.varies[node]:
                 self.refuse(node)
