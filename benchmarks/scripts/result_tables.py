@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flex_tables
 import foreign_tables
 import two_gpus_tables
 from markdown_parts import number, significant, table, wrapped
@@ -510,46 +511,6 @@ def ceilings(result: Result) -> str:
     return table(("ceiling", "measured:"), rows)
 
 
-def flex_masks(result: Result) -> str:
-    """A line a mask: microseconds on the device, milliseconds of a call, and how many times torch's call takes."""
-    head = (
-        "mask",
-        "intervals, µs:",
-        "program, µs:",
-        "call, intervals, ms:",
-        "call, program, ms:",
-        "torch's, ms:",
-        "×:",
-    )
-    keys = ("intervals_device_us", "program_device_us", "intervals_call_ms", "program_call_ms", "torch_call_ms")
-    rows = []
-    for row in result["masks"]:
-        figures = (row.get(key) for key in (*keys, "torch_over_program"))
-        rows.append((row["mask"], *(significant(x) if isinstance(x, float) else "–" for x in figures)))
-    same = sum(row["same_lists"] for row in result["masks"])
-    return table(head, rows) + f"\n{result['masks'][0]['tokens']} tokens; {same} of {len(rows)} have torch's lists.\n"
-
-
-def flex_speed(result: Result) -> str:
-    """A line a cell and direction: TFLOP/s of visible pairs of all that ran it, and which targets were missed."""
-    names = list(dict.fromkeys(name for row in result["rows"] for name in row.get("tflops") or {}))
-    rows = []
-    for row in result["rows"]:
-        missed = [name for name, fine in (row.get("met") or {}).items() if not fine]
-        figures = (number((row.get("tflops") or {}).get(name), 0) for name in names)
-        rows.append((row["cell"], row["direction"], *figures, ", ".join(missed) or "met"))
-    return table(("cell", "direction", *(f"{name}:" for name in names), "missed"), rows)
-
-
-def flex_host(result: Result) -> str:
-    """A line a call: microseconds of the host for a forward, one that records a gradient, and one with its backward."""
-    paths = ("forward", "gradient", "both")
-    names = list(dict.fromkeys(row["name"] for row in result["rows"]))
-    found = {(row["name"], row["path"]): row.get("us") for row in result["rows"]}
-    rows = [(name, *(number(found.get((name, path)), 0) for path in paths)) for name in names]
-    return table(("call", "forward, µs:", "with a gradient, µs:", "and backward, µs:"), rows)
-
-
 def nano_vllm(result: Result) -> str:
     """A line a mode: how near the tokens are to the best ones, and the throughput."""
     head = ("mode", "greedy tokens:", "with the best logit:", "others at most below:", "requests:", "tokens a second:")
@@ -570,9 +531,9 @@ def e2e_kernels(result: Result) -> str:
 VIEWS = {
     "flashlane-e2e-kernels/": {"": e2e_kernels},
     "flashlane-two-gpus/": {"": two_gpus_tables.shares, "model": two_gpus_tables.model, "step": two_gpus_tables.step},
-    "flashlane-flex-host/": {"": flex_host},
-    "flashlane-flex-masks/": {"": flex_masks},
-    "flashlane-flex-speed/": {"": flex_speed},
+    "flashlane-flex-host/": {"": flex_tables.host},
+    "flashlane-flex-masks/": {"": flex_tables.masks},
+    "flashlane-flex-speed/": {"": flex_tables.speed},
     "flashlane-bench/": {
         "": all_rows,
         "ladder": ladder,
