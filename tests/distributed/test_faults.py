@@ -79,7 +79,8 @@ def test_other_arguments_on_one_rank(pool: RankPool, change: dict[str, Any], mes
 def test_what_is_not_computed_is_named(
     pool: RankPool, arguments: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    for outcome, value in pool.outcomes(attend_wrongly, arguments, ranks=[0]):
+    ranks = [0, 1] if "alibi_slopes" in arguments else [0]  # all of the group, for the tests that use it later
+    for outcome, value in pool.outcomes(attend_wrongly, arguments, ranks=ranks):
         assert (outcome, value[0]) == ("error", kind.__name__)
         assert message in value[1]
 
