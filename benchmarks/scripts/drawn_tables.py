@@ -163,7 +163,7 @@ def run_sentence(results: Path) -> str:
     cudnn = re.sub(r"^(\d+)(\d\d)(\d\d)$", lambda m: f"{int(m[1])}.{int(m[2])}", str(where["cudnn"]))
     dates = sorted({body["environment"]["date"][:10] for body in bodies})
     versions = f"torch {torch} for CUDA {cuda}, cuDNN {cudnn} and FlashAttention-4 {where['flash-attn-4']}"
-    return wrapped(f"Each list was measured on one {main} with {versions} ({', '.join(dates)}).")
+    return wrapped(f"Each problem was measured on one {main} with {versions} ({', '.join(dates)}).")
 
 
 PARTS: Mapping[str, Callable[[Path], str]] = {

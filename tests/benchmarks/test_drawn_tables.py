@@ -68,7 +68,7 @@ def test_sentences_have_the_figures_of_one_device(tables: ModuleType, results: P
     assert behind.startswith("- On problems drawn at random (NVIDIA H200), the forward")
     assert "the forward is behind the fastest peer in 2 (steady) or 0 (flushed) of 3" in behind
     assert "the backward is behind the fastest peer in 0 (steady) or 1 (flushed) of 1" in behind
-    run = "Each list was measured on one NVIDIA H200 with torch 2.11.0 for CUDA 13.0, cuDNN 9.19"
+    run = "Each problem was measured on one NVIDIA H200 with torch 2.11.0 for CUDA 13.0, cuDNN 9.19"
     run += " and FlashAttention-4 4.0.0b36"
     assert " ".join(tables.run_sentence(results).split()) == f"{run} (2026-11-24)."
     first = " ".join(tables.files_list(results).split("\n- ")[0].split())
