@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashlane
-from flashlane.core import registry
+from flashlane.core import registry, tensor_guard
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
 from flashlane.jit import launch
@@ -408,7 +408,7 @@ def test_results_belong_to_the_caller(recorder: Recorder) -> None:
 
 
 def test_without_the_guard_every_call_is_checked(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "_guards", None)
+    monkeypatch.setattr(tensor_guard, "_guards", None)
     tensors = qkv()
     for _ in range(2):
         assert flashlane.flash_attn_func(*tensors).eq(1).all()
@@ -416,8 +416,8 @@ def test_without_the_guard_every_call_is_checked(recorder: Recorder, monkeypatch
 
 
 def test_without_the_short_allocator_the_public_one_serves(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch.allocator(torch.device("cpu")) is call_cache._guards._empty_strided_cpu
-    monkeypatch.delattr(call_cache._guards, "_empty_strided_cpu")
+    assert launch.allocator(torch.device("cpu")) is tensor_guard._guards._empty_strided_cpu
+    monkeypatch.delattr(tensor_guard._guards, "_empty_strided_cpu")
     tensors = qkv()
     flashlane.flash_attn_func(*tensors)
     out = flashlane.flash_attn_func(*tensors)

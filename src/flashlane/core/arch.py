@@ -6,6 +6,8 @@ import torch
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16"}
+"""Types of device code, by dtype."""
 
 
 def arch_of(device: torch.device) -> str | None:

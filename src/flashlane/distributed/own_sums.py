@@ -14,12 +14,10 @@ from pathlib import Path
 import torch
 
 from flashlane import jit
-from flashlane.core.arch import DTYPE_NAMES, arch_of
+from flashlane.core.arch import DTYPE_NAMES, ELEMENTS, arch_of
 from flashlane.jit import KernelSource, launch
 from flashlane.jit.launch_pool import Launch, LaunchPlan
 
-ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16"}
-"""Types of the device code that sums may have, by dtype."""
 OWN_SUMS = True
 """Whether this kernel adds gradients, where it can."""
 MOST, RANKS, THREADS = 32, 8, 256

@@ -1,4 +1,4 @@
-"""Guards of functions and of tensors: whether those of a call are like those of an earlier one, in a few microseconds.
+"""Guards of functions: whether those of a call are like those of an earlier one, in a few microseconds.
 
 A function's guard compares what its fingerprint is made of (:mod:`flashlane.flex.fingerprint`): its code, and all that
 it refers to. It is a Python function that is generated from the values: walking them again would cost more than the
@@ -36,25 +36,6 @@ def function_guard(function: Any) -> FunctionGuard | None:
     except fingerprint.Unknown:
         return None
     return checks.guard()
-
-
-def tensor_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
-    """A check that tensors are like these: type, dispatch keys, dtype, device, shape, strides and ``requires_grad``.
-
-    The keys are those with what autocast, inference mode, transforms and tracing in this thread add. Where one requires
-    a gradient, gradients are on as they were. None: this torch has no such guard, or an unknown one.
-    """
-    try:
-        guards = torch._C._dynamo.guards.TensorGuards
-        check = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        if not check(*tensors):
-            return None
-    except (AttributeError, TypeError):
-        return None
-    if not any(t.requires_grad for t in tensors):
-        return check
-    grad = torch.is_grad_enabled()
-    return lambda *others: check(*others) and torch.is_grad_enabled() == grad
 
 
 class _Checks:

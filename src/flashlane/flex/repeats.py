@@ -18,9 +18,10 @@ import torch
 from torch.autograd import forward_ad
 
 from flashlane.core import registry
+from flashlane.core.tensor_guard import tensor_guard
 from flashlane.flex import packed, windows
 from flashlane.flex.bind import Binding, binding_of
-from flashlane.flex.guards import Tensors, tensor_guard
+from flashlane.flex.guards import Tensors
 from flashlane.flex.program import Program
 
 SIZE = 1024

@@ -18,12 +18,12 @@ import torch
 
 from flashlane import jit
 from flashlane.core import dispatch
+from flashlane.core.arch import ELEMENTS
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, Kernel
 from flashlane.integrations.transformers import modifiers_of
 from flashlane.jit import Compiled, KernelSource, compiler
 from flashlane.jit.cache import DiskCache
-from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.hopper import flex
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.flex.problem import MAX_HEAD_DIM

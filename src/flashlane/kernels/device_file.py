@@ -1,12 +1,9 @@
-"""What kernels share of their device files: the texts that the package carries, and the names of element types."""
+"""The texts of device files, which the package carries."""
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-
-ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16"}
-"""Element types of the device code, by dtype."""
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from flashlane.core.problem import (
     wants_grad,
 )
 from flashlane.core.registry import Kernel, RepeatBackward
+from flashlane.core.tensor_guard import tensor_guard
 from flashlane.core.validate import check_contents
 from flashlane.jit import launch
 
@@ -102,7 +103,6 @@ SIZE = 4096
 """Keys that are kept."""
 ENTRIES_A_KEY = 8
 """Entries of one key, which differ in strides, dtype, device or modes; the newest first."""
-_guards = getattr(torch._C._dynamo, "guards", None)
 
 
 def forget() -> None:
@@ -189,7 +189,7 @@ def remember(
         key, tensors = key_and_tensors(options_key, inputs)
         if not all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors):
             return None
-    guard = _guard(*tensors)
+    guard = tensor_guard(*tensors)
     if guard is None:
         return None
     guards = guard, _inputs_guard(inputs, guard)
@@ -211,20 +211,6 @@ def remember(
 def aligned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether all addresses are multiples of 16."""
     return (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES == 0
-
-
-def _guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
-    """A check that tensors are like these; None where this torch has no such guard, or an unknown one."""
-    try:
-        check = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        if not check(*tensors):
-            return None
-    except (AttributeError, TypeError):
-        return None
-    if not any(t.requires_grad for t in tensors):
-        return check
-    grad = torch.is_grad_enabled()
-    return lambda *others: check(*others) and torch.is_grad_enabled() == grad
 
 
 def _inputs_guard(inputs: Inputs, guard: Callable[..., bool]) -> Callable[[Inputs], bool]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from flashlane.core.arch import ELEMENTS
 from flashlane.core.registry import Resources
-from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.tile_layout import TileLayout
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from flashlane.core.arch import ELEMENTS
 from flashlane.core.registry import Resources
-from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.tile_layout import TileLayout
 
 OUTPUTS = ("direct", "shuffle", "shared")

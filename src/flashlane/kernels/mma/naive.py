@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from flashlane import jit
+from flashlane.core.arch import ELEMENTS
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel, Resources, register
 from flashlane.jit import KernelSource
 from flashlane.jit.launch import MAX_GRID
-from flashlane.kernels.device_file import ELEMENTS, device_code
+from flashlane.kernels.device_file import device_code
 from flashlane.kernels.features import unsupported_features
 from flashlane.kernels.params import attention_params, check_outputs
 from flashlane.kernels.tile_layout import TileLayout

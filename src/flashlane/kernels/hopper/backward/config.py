@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from flashlane.core.arch import ELEMENTS
 from flashlane.core.registry import DeviceSource, Resources
 from flashlane.jit import KernelSource
-from flashlane.kernels.device_file import ELEMENTS, device_code
+from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.arch import CHUNK, WARPGROUP
 from flashlane.kernels.hopper.program import NO_PROGRAM, PROGRAM_HEADER
 from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header

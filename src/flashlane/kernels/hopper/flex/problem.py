@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
+from flashlane.core.arch import ELEMENTS
 from flashlane.core.problem import DTYPE_NAMES, AttentionProblem
 from flashlane.flex.layout import empty_in_order
 from flashlane.flex.packed import Documents
 from flashlane.jit import tensormap
-from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.block_lists import UNIT
 

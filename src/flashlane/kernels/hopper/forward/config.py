@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from flashlane.core.arch import ELEMENTS
 from flashlane.core.registry import Resources
 from flashlane.jit import KernelSource
-from flashlane.kernels.device_file import ELEMENTS, device_code
+from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.arch import CHUNK, WARPGROUP
 from flashlane.kernels.hopper.program import NO_PROGRAM, PROGRAM_HEADER
 from flashlane.kernels.hopper.wgmma import HEADER, wgmma_header

@@ -9,11 +9,11 @@ import torch
 
 from flashlane import jit
 from flashlane.core import tuned
+from flashlane.core.arch import ELEMENTS
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
 from flashlane.core.registry import BEFORE_DECODE, DeviceKernel, Repeat, Resources, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
-from flashlane.kernels.device_file import ELEMENTS
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH, SMS
 from flashlane.kernels.hopper.forward import ranged, select, tile_scheduler, tiles
