@@ -7,16 +7,14 @@ all faults are tried at once. (other shapes) rank 1 gives other heads at a first
 them. (lost by copies, lost by messages) rank 1 ends after a first call, and rank 0 makes it again. (other size by
 messages) both have made two calls, and each repeats another one of them. Writes two_gpus_faults.json, again whenever
 a process has ended: for each fault and rank the seconds after the fault until its process ended, its status and its
-last line; of one that had to be killed, where it was. Exit status 1: a process was still there :data:`MOST_SECONDS`
-after the group's timeout, or ended without an error. ``--backend gloo`` tries it on a CPU.
-
-Torch's watchdog of NCCL waits for a dump of what it recorded before it ends a process, up to 8 minutes: the processes
-have :data:`NO_DUMP`.
+last line; of one that had to be killed, what its threads waited for. Exit status 1: a process was still there
+:data:`MOST_SECONDS` after the group's timeout, or ended without an error. ``--backend gloo`` tries it on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
@@ -40,7 +38,6 @@ from flashlane.distributed import context_parallel_attn_func
 
 FORMAT = "flashlane-two-gpus-faults/1"
 GROUP_SECONDS, MOST_SECONDS = 10, 15
-NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 START_SECONDS = 100
 """The most seconds from the start of the processes to the faults."""
 FAULTS = ("other shapes", "lost by copies", "lost by messages", "other size by messages")
@@ -92,9 +89,7 @@ def tried(backend: str, write: Callable[[list[dict[str, Any]], dict[str, Any]], 
             for rank in (0, 1):
                 log = (meeting / f"log_{rank}").open("w")
                 words = ["--fault", fault, "--rank", str(rank), "--folder", str(meeting), "--backend", backend]
-                process = subprocess.Popen(
-                    [sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT, env=os.environ | NO_DUMP
-                )
+                process = subprocess.Popen([sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT)
                 running.append((fault, rank, meeting, process))
         ended: dict[int, float] = {}
         found: dict[int, dict[str, Any]] = {}
@@ -104,18 +99,32 @@ def tried(backend: str, write: Callable[[list[dict[str, Any]], dict[str, Any]], 
                 began = each[2] / f"moment_{each[1]}"
                 late = began.stat().st_mtime + GROUP_SECONDS + MOST_SECONDS if began.exists() else start + START_SECONDS
                 if at not in found and (each[-1].poll() is not None or time.time() > late):
+                    threads = []
                     if each[-1].returncode is None:
+                        threads = threads_of(each[-1].pid)
                         each[-1].kill()
                         each[-1].wait()
                     else:
                         ended[at] = time.time()
-                    found[at] = row_of(*each[:3], each[-1].returncode, ended.get(at))
+                    found[at] = row_of(*each[:3], each[-1].returncode, ended.get(at), threads)
                     write([found[number] for number in sorted(found)], found[at])
             time.sleep(0.1)
     return [found[number] for number in sorted(found)]
 
 
-def row_of(fault: str, rank: int, meeting: Path, status: int, ended: float | None) -> dict[str, Any]:
+def threads_of(process: int) -> list[str]:
+    """Of each thread of a process its name, its state and the kernel's function in which it waits."""
+    found = []
+    for task in sorted(Path(f"/proc/{process}/task").iterdir()):
+        with contextlib.suppress(OSError):
+            state = [line for line in (task / "status").read_text().splitlines() if line.startswith("State")]
+            found.append(" ".join([(task / "comm").read_text().strip(), *state, (task / "wchan").read_text()]))
+    return found
+
+
+def row_of(
+    fault: str, rank: int, meeting: Path, status: int, ended: float | None, threads: list[str]
+) -> dict[str, Any]:
     """What became of a process; ``ended`` is when it ended by itself, or None."""
     began = meeting / f"moment_{rank}"
     text = (meeting / f"log_{rank}").read_text(errors="replace")
@@ -125,7 +134,7 @@ def row_of(fault: str, rank: int, meeting: Path, status: int, ended: float | Non
     row["seconds"] = round(ended - float(began.read_text()), 1) if ended is not None and began.exists() else None
     row["said"] = (told or lines or [""])[-1][-400:]
     if ended is None:
-        row["end of its log"] = lines[-25:]
+        row["end of its log"], row["threads"] = lines[-40:], threads
     in_time = row["seconds"] is not None and row["seconds"] <= GROUP_SECONDS + MOST_SECONDS
     row["ok"] = in_time and (status != 0 or (fault, rank) in MAY_END_WELL)
     return row
@@ -151,7 +160,9 @@ def main() -> None:
 
     def write(rows: list[dict[str, Any]], new: dict[str, Any]) -> None:
         write_atomically(options.out / "two_gpus_faults.json", json.dumps({**body, "rows": rows}, indent=1))
-        print(*(value for name, value in new.items() if name != "end of its log"), sep=" | ", flush=True)
+        print(
+            *(value for name, value in new.items() if name not in ("end of its log", "threads")), sep=" | ", flush=True
+        )
 
     on_ranks(2, options.backend, calls_once, seconds=START_SECONDS)
     rows = tried(options.backend, write)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from flashlane.distributed.comm import Ranks
+from flashlane.distributed.watch import timeout_of
 
 Fields = tuple[tuple[str, object], ...]
 """Names and values of arguments, in types that JSON can express."""
@@ -68,14 +69,14 @@ def agree(
     store.set(keys[ranks.rank], json.dumps(message))
     if error is not None:
         raise error
-    timeout = _timeout(ranks, device)
+    seconds = timeout_of(ranks.group, device)
     try:
-        store.wait(keys, timeout)
+        store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError:
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise RuntimeError(
             f"rank {', '.join(map(str, late))} of {ranks.size} did not make the call of rank {ranks.rank} within "
-            f"the group's timeout of {timeout.total_seconds():g} s; all ranks must make the same calls in one order"
+            f"the group's timeout of {seconds:g} s; all ranks must make the same calls in one order"
         ) from None
     others = [json.loads(store.get(key)) for key in keys]
     if store.add(f"flashlane/{number}/read", 1) == ranks.size:
@@ -98,7 +99,3 @@ def _compare(ranks: Ranks, mine: dict[str, object], others: list[dict[str, objec
         if any(other != value for other in found):
             each = ", ".join(f"{other!r} on rank {rank}" for rank, other in enumerate(found))
             raise ValueError(f"{name} is {each}; it must be the same on all {ranks.size} ranks")
-
-
-def _timeout(ranks: Ranks, device: torch.device) -> timedelta:
-    return ranks.group._get_backend(device).options._timeout

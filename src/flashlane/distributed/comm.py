@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashlane.core.validate import kind_of
+from flashlane.distributed.watch import watch_messages
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """A process group, a mesh, or None for all ranks of the job."""
@@ -95,17 +96,26 @@ class Grid:
 class Pending:
     """Messages that have been started."""
 
-    def __init__(self, works: Iterable[dist.Work], kept: Iterable[torch.Tensor] = ()) -> None:
-        self._works, self._kept = list(works), list(kept)
+    def __init__(
+        self,
+        works: Iterable[dist.Work],
+        kept: Iterable[torch.Tensor] = (),
+        watched: tuple[dist.ProcessGroup, torch.device] | None = None,
+    ) -> None:
+        self._works, self._kept, self._watched = list(works), list(kept), watched
 
     def wait(self) -> None:
         """Return when the received tensors may be read: on a GPU, by work enqueued later on the current stream.
 
+        On a GPU the process ends, with a line on stderr, if a rank does not answer within the group's timeout.
+
         Raises:
-            RuntimeError: a rank did not answer within the group's timeout, or its connection is gone.
+            RuntimeError: on a CPU, a rank did not answer within the group's timeout, or its connection is gone.
         """
         for work in self._works:
             work.wait()
+        if self._works and self._watched is not None:
+            watch_messages(*self._watched)
         self._works, self._kept = [], []
 
 
@@ -127,11 +137,12 @@ def start(ranks: Ranks, sends: Iterable[Message], receives: Iterable[Message], l
     sends, receives = ([each for each in messages if each[1].numel()] for messages in (sends, receives))
     devices = {t.device for _, t in (*sends, *receives)}
     if any(device.type == "cpu" for device in devices) or (devices and compares_calls()):
-        _compare_labels(ranks, sends, receives, label, devices.pop())
+        _compare_labels(ranks, sends, receives, label, next(iter(devices)))
     operations = [_operation(dist.irecv, ranks, *each) for each in receives]
     operations += [_operation(dist.isend, ranks, *each) for each in sends]
     works = dist.batch_isend_irecv(operations) if operations else []
-    return Pending(works, [t for _, t in sends])
+    on_gpu = [device for device in devices if device.type == "cuda"]
+    return Pending(works, [t for _, t in sends], (ranks.group, on_gpu[0]) if on_gpu else None)
 
 
 COMPARE = "FLASHLANE_COMPARE_CALLS"

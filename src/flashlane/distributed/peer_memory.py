@@ -11,15 +11,12 @@ as with NCCL: on a GPU the process ends, because the wait of a stream for a flag
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import functools
 import itertools
 import math
 import mmap
 import os
-import signal
-import sys
 import tempfile
 import threading
 import time
@@ -34,6 +31,7 @@ import torch.distributed as dist
 
 from flashlane.distributed import own_copies
 from flashlane.distributed.comm import Ranks, check_in_step, check_label
+from flashlane.distributed.watch import Watch, stream_write, timeout_of
 from flashlane.jit import launch
 
 MOST_RANKS, MOST_GROUPS = 64, 16
@@ -94,7 +92,7 @@ class PeerMemory(ABC):
         self.rooms: dict[tuple[Any, ...], Any] = {}
         """What calls keep of these views, by the routes of their exchanges (:meth:`keep`)."""
         self.others = [peer for peer in range(ranks.size) if peer != ranks.rank]
-        self.timeout: float = ranks.group._get_backend(device).options._timeout.total_seconds()
+        self.timeout = timeout_of(ranks.group, device)
 
     def exchange(self, label: int = 0) -> Exchange:
         """The next exchange, with the same number on all ranks; ``label`` tells it from exchanges of other calls."""
@@ -230,7 +228,7 @@ class GpuMemory(PeerMemory):
         self._stream_of, self._index = launch.stream_getter(), device.index
         words = torch.zeros(2, dtype=torch.int32).pin_memory()
         self.polled, self._ended = (self._addresses[ranks.rank], words.data_ptr()), words.data_ptr() + words.itemsize
-        self._watch = _Watch(self.timeout, words)
+        self._watch = Watch(self.timeout, *watched(words))
 
     def _allocate(self, size: int) -> tuple[torch.Tensor, list[int]]:
         """Allocate ``size`` bytes on each rank and set the flags to 0; returns this rank's memory and all addresses."""
@@ -350,13 +348,13 @@ def _functions() -> tuple[Callable[..., int], Callable[..., int], Callable[..., 
     as long."""
     launch.driver()  # raises where there is none
     library = ctypes.CDLL("libcuda.so.1")
-    copy, write, wait = library.cuMemcpyDtoDAsync_v2, library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
+    copy, wait = library.cuMemcpyDtoDAsync_v2, library.cuStreamWaitValue32_v2
     address, stream, number = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32
     copy.argtypes = address, address, ctypes.c_size_t, stream
-    write.argtypes = wait.argtypes = stream, address, number, number
+    wait.argtypes = stream, address, number, number
     copy_2d = library.cuMemcpy2DAsync_v2
     copy_2d.argtypes = ctypes.c_void_p, stream
-    return copy, write, wait, copy_2d
+    return copy, stream_write(), wait, copy_2d
 
 
 def _check(code: int, what: str) -> None:
@@ -365,60 +363,14 @@ def _check(code: int, what: str) -> None:
         raise RuntimeError(f"{what} between the GPUs of this host failed: {name}")
 
 
-class _Watch:
-    """A thread that ends the process if an exchange takes longer than the timeout.
-
-    In each second the first exchange and the last one are watched, the last one also if the host makes no more calls.
-    The GPU writes the number of each exchange that has ended to host memory. The thread calls nothing of CUDA: a call
-    could wait for one of the host's other threads, which waits for the GPU.
+def watched(words: torch.Tensor) -> tuple[Callable[[int], bool], Callable[[], str | None]]:
+    """For a :class:`Watch`, whether an exchange has ended, and which rank is lost.
 
     Args:
-        timeout: seconds.
-        words: int32 in host memory that the GPU can write to: that of :attr:`PeerMemory.polled`, and the number of the
+        words: int32 in host memory that the GPU writes to: that of :attr:`PeerMemory.polled`, and the number of the
             last exchange that has ended.
     """
-
-    def __init__(self, timeout: float, words: torch.Tensor) -> None:
-        self.timeout, self.words = timeout, words
-        self.open: collections.deque[tuple[float, int]] = collections.deque()
-        self.latest: tuple[float, int] | None = None
-        self.last = 0.0
-        threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True, name="flashlane-peers").start()
-
-    def see(self, number: int) -> None:
-        """Watch an exchange, whose end is enqueued."""
-        now = time.monotonic()
-        if now - self.last > 1:
-            self.last, self.latest = now, None
-            self.open.append((now, number))
-        else:
-            self.latest = now, number
-
-    def who_is_late(self) -> str | None:
-        """The rank that did not answer within the timeout, as far as it is known; None while all do."""
-        now, latest = time.monotonic(), self.latest
-        if latest is not None and now - latest[0] > 1:  # the host has made no call since
-            self.latest = None
-            self.open.append(latest)
-        lost, ended = self.words.tolist()
-        while self.open and self.open[0][1] <= ended:
-            self.open.popleft()
-        late = self.open and now - self.open[0][0] > self.timeout
-        return lost_sender(lost) or ("a rank" if late else None)
-
-
-def _watch(reference: weakref.ref[_Watch]) -> None:
-    while (watch := reference()) is not None:
-        who = watch.who_is_late()
-        if who is not None:
-            print(
-                f"flashlane: {who} did not answer within {watch.timeout:g} s, the group's timeout; this ends",
-                file=sys.stderr,
-                flush=True,
-            )
-            os.kill(os.getpid(), signal.SIGABRT)
-        del watch
-        time.sleep(0.5)
+    return lambda number: number <= int(words[1]), lambda: lost_sender(int(words[0]))
 
 
 def lost_sender(word: int) -> str | None:
