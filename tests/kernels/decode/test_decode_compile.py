@@ -19,10 +19,11 @@ from flashlane import jit
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import launch, launch_pool, tensormap
+from flashlane.kernels import split_kv
 from flashlane.kernels.decode import decode
 from flashlane.kernels.decode import select as rules
 from flashlane.kernels.decode.config import DecodeConfig
-from flashlane.kernels.decode.select import config_for, split_count, splits_for, stream_k_ctas
+from flashlane.kernels.decode.select import config_for, splits_for, stream_k_ctas
 from flashlane.kernels.tile_layout import TileLayout
 from flashlane.reference.naive import reference_attention
 
@@ -122,9 +123,9 @@ def test_bytes_in_flight_hide_the_latency() -> None:
         assert config.min_blocks * pipelines * (config.stages - 1) * config.stage_bytes > needed
 
 
-def work(tiles: int, steps: int, held: int, sums: int = 2048) -> rules.Work:
+def work(tiles: int, steps: int, held: int, sums: int = 2048) -> split_kv.Work:
     """The work of CTAs of eight warp groups at D 128."""
-    return rules.Work(tiles, steps, held, 132, 65536, 0.56, sums, 132 / held)
+    return split_kv.Work(tiles, steps, held, 132, 65536, 0.56, sums, 132 / held)
 
 
 def test_split_counts_are_possible() -> None:
@@ -132,7 +133,7 @@ def test_split_counts_are_possible() -> None:
         (1, 3, 8, 66, 100, 512, 5000), (0, 1, 7, 64, 1024, 8192), (1, 132, 264)
     ):
         most = max(1, min(rules.MAX_SPLITS, steps))
-        assert 1 <= split_count(work(tiles, steps, resident)) <= most
+        assert 1 <= split_kv.split_count(work(tiles, steps, resident), rules.MAX_SPLITS) <= most
         assert 1 <= rules.uneven_split_count(tiles, steps, resident) <= most
         if tiles >= rules.UNEVEN_WAVES * resident:
             assert rules.uneven_split_count(tiles, steps, resident) == 1
@@ -141,11 +142,11 @@ def test_split_counts_are_possible() -> None:
 def test_the_time_of_splits_by_hand() -> None:
     """88 CTAs of 8 steps of 64 KiB on as many SMs; in two splits a wave of 132 and one of 44; and the combine."""
     asked = work(88, 8, 132)
-    first = 88 * 8 * 0.065536 / min(rules.COPY_RATE, 88 * rules.SM_RATE)
-    assert asked.microseconds(1) == pytest.approx(first + rules.WAVE_TIME)
-    whole, last = (n * 4 * 0.065536 / min(rules.COPY_RATE, n * rules.SM_RATE) for n in (132, 44))
-    combine = rules.COMBINE_TIME + 2 * rules.SPLIT_TIME + 2.048 * rules.SUMS_TIME
-    two = whole + rules.LAST_WAVE * last + 2 * rules.WAVE_TIME + combine
+    first = 88 * 8 * 0.065536 / min(split_kv.COPY_RATE, 88 * split_kv.SM_RATE)
+    assert asked.microseconds(1) == pytest.approx(first + split_kv.WAVE_TIME)
+    whole, last = (n * 4 * 0.065536 / min(split_kv.COPY_RATE, n * split_kv.SM_RATE) for n in (132, 44))
+    combine = split_kv.COMBINE_TIME + 2 * split_kv.SPLIT_TIME + 2.048 * split_kv.SUMS_TIME
+    two = whole + split_kv.LAST_WAVE * last + 2 * split_kv.WAVE_TIME + combine
     assert asked.microseconds(2) == pytest.approx(two)
 
 
@@ -153,7 +154,7 @@ def test_split_count_has_the_least_time() -> None:
     for tiles, steps, resident in itertools.product((1, 5, 8, 40, 100, 130, 300, 512), (1, 8, 33, 512), (66, 132, 264)):
         asked = work(tiles, steps, resident)
         best = min(asked.microseconds(splits) for splits in range(1, min(steps, 128) + 1))
-        assert asked.microseconds(split_count(asked)) == pytest.approx(best)
+        assert asked.microseconds(split_kv.split_count(asked, rules.MAX_SPLITS)) == pytest.approx(best)
 
 
 def chosen(tma: bool = True, **change: Any) -> tuple[int, int, int] | int:

@@ -29,7 +29,7 @@ WIDEST = replace(config(64, tiles.M128N80S3, has_right=True), head_dim_v=1016)
 SHIPPED = [what for what, _ in KERNEL.shipped()]
 OTHERS = [
     config(128, tiles.M128N128S3, **LARGEST, seqlen=SeqlenConfig(varlen=True)),
-    config(128, tiles.TileShape(128, 1, 3), **LARGEST, **CACHED, pack_gqa=4),
+    config(128, tiles.TileShape(128, 1, 3), **LARGEST, **CACHED, packed_heads=3, pack_gqa=4),
     config(256, tiles.M128N64S2, **CACHED),
     WIDEST,
 ]

@@ -60,11 +60,29 @@ def test_splits_of_few_rows_are_combined_in_the_kernel() -> None:
 
 def test_heads_are_packed_where_that_saves_tiles() -> None:
     grouped = problem_of(1, 1000, heads=32, kv_heads=8)
-    assert tile_scheduler.pack_gqa_of(grouped, 64) == 4
-    assert tile_scheduler.pack_gqa_of(problem_of(4096, 4096, heads=32, kv_heads=8), 128) == 1
-    assert tile_scheduler.pack_gqa_of(problem_of(1, 1000, heads=6, kv_heads=2), 64) == 1  # 3 does not divide 64
-    assert tile_scheduler.pack_gqa_of(problem_of(1, 1000, heads=6, kv_heads=2), 192) == 3
-    assert tile_scheduler.pack_gqa_of(problem_of(1, 1000), 64) == 1
+    assert tile_scheduler.packed_heads_of(grouped, 64) == (4, 4)
+    assert tile_scheduler.packed_heads_of(problem_of(4096, 4096, heads=32, kv_heads=8), 128) == (1, 1)
+    three = problem_of(1, 1000, heads=6, kv_heads=2)
+    assert tile_scheduler.packed_heads_of(three, 64) == (3, 4), "3 does not divide 64"
+    assert tile_scheduler.packed_heads_of(three, 192) == (3, 3)
+    assert tile_scheduler.packed_heads_of(problem_of(8, 1000, heads=80, kv_heads=16), 64) == (5, 8)
+    assert tile_scheduler.packed_heads_of(problem_of(60, 1000, heads=5, kv_heads=1), 64) == (1, 1), "8 tiles for 5"
+    assert tile_scheduler.packed_heads_of(problem_of(1, 1000, heads=65, kv_heads=1), 64) == (1, 1)
+    assert tile_scheduler.packed_heads_of(problem_of(1, 1000), 64) == (1, 1)
+
+
+@pytest.mark.parametrize(("queries", "group", "few"), [(8, 5, True), (8, 6, True), (16, 3, True), (9, 6, False)])
+def test_few_rows_are_those_of_one_tile_with_the_rows_of_no_head(queries: int, group: int, few: bool) -> None:
+    assert select.has_few_rows(problem_of(queries, 4000, heads=4 * group, kv_heads=4)) == few
+
+
+def test_splits_of_few_rows_fill_the_last_wave() -> None:
+    """184 tiles are a wave and a half of 132 SMs; 396 are three."""
+    for batch, heads, keys, splits in ((23, 48, 12102, True), (33, 60, 3300, False)):
+        problem = problem_of(8, keys, batch=batch, heads=heads, kv_heads=heads // 6 if splits else 12, head_dim=128,
+                             head_dim_v=128)  # fmt: skip
+        config = select.config_for(problem)
+        assert (select.splits_of(problem, config) > 1) == splits == config.split
 
 
 def test_sections_of_heads_under_a_causal_mask() -> None:
@@ -79,7 +97,7 @@ def test_sections_that_are_compared_are_equal_and_do_not_part_a_group() -> None:
     problem = problem_of(8192, 8192, heads=40, kv_heads=10, window_right=0, batch=3)
     for config, _ in select.ranked(problem):
         sizes = select.section_sizes(problem, config)
-        heads = 120 // config.pack_gqa
+        heads = 120 // config.packed_heads
         assert sizes[0] == heads and len(sizes) == len(set(sizes)) > 2
         for size in sizes:
-            assert size % (4 // config.pack_gqa) == 0 and (-heads % size) * 8 <= heads
+            assert size % (4 // config.packed_heads) == 0 and (-heads % size) * 8 <= heads

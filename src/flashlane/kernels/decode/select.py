@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
@@ -26,6 +25,7 @@ from flashlane.kernels.decode.tables import (
 )
 from flashlane.kernels.grid_cost import SMS
 from flashlane.kernels.score import ScoreConfig
+from flashlane.kernels.split_kv import Work, split_count
 
 IN_FLIGHT = 96 << 10
 """Bytes of K and V that an SM should have in flight. An H200's SM takes 32.5 bytes a nanosecond at the copy rate, and a
@@ -180,64 +180,13 @@ def stages_wanted(config: DecodeConfig) -> int:
     return max(2, min(MAX_STAGES, 1 + -(-IN_FLIGHT // one)))
 
 
-COPY_RATE = 4.46
-"""MB a microsecond that all SMs read together. This and the numbers below were fitted to 36 problems on an H200
-(benchmarks/archive/decode_combine.json), and to the choices of docs/notebook/0004-decode.md."""
-SM_RATE = 0.047
-"""MB a microsecond that an SM reads at most."""
 TILE_TIME, COLUMNS_TIME, WARP_TIME = 0.209, 0.263, 0.097
 """Microseconds that a warp group takes for its tile of a step: for any tile; for 16 keys of 128 columns; and the share
 by which each further warp of the group makes the second longer."""
-WAVE_TIME = 2.0
-"""Microseconds that a wave of CTAs starts and ends, where an SM has one."""
-SHARED_WAVE_TIME = 2.5
-"""The same where an SM has several."""
-LAST_WAVE = 0.95
-"""The time of a last wave over what its CTAs would take by themselves: the wave before has not quite ended."""
-COMBINE_TIME, SPLIT_TIME, SUMS_TIME = 1.8, 0.1, 2.2
-"""Microseconds of combining splits: for any number, for each split, and for each thousand sums of an output tile."""
 UNEVEN_WAVES = 2
 """Waves of CTAs where sequences may have different lengths."""
 LEAST_STEPS = 4
 """The fewest steps of a split there."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What decides how many splits of its keys an output tile has."""
-
-    tiles: int
-    """Sequences × KV heads × tiles of rows."""
-    steps: int
-    """Steps over the keys of a tile, at most."""
-    held: int
-    """CTAs, or clusters, that the GPU holds at once."""
-    sms: int
-    step_bytes: int
-    """K and V of a step of a CTA, or of a cluster's CTAs."""
-    step_time: float
-    """Microseconds that a warp group takes for its tile of a step."""
-    sums: int
-    """Values of an output tile."""
-    sms_of_one: float = 1.0
-    """SMs that a CTA, or a cluster, has."""
-
-    def microseconds(self, splits: int) -> float:
-        """The predicted time with so many splits, without that of a launch."""
-        each = -(-self.steps // splits)
-        splits = -(-self.steps // max(1, each))
-        waves, more = divmod(self.tiles * splits, self.held)
-        time = waves * self._wave(self.held, each)
-        if more:
-            time += self._wave(more, each) * (LAST_WAVE if waves else 1.0)
-        time += (waves + (more > 0)) * (WAVE_TIME if self.sms_of_one >= 1 else SHARED_WAVE_TIME)
-        return time + (COMBINE_TIME + SPLIT_TIME * splits + SUMS_TIME * self.sums / 1000) * (splits > 1)
-
-    def _wave(self, ctas: int, steps: int) -> float:
-        """Microseconds of so many CTAs, or clusters, that begin together."""
-        of_one = self.step_bytes / 1e6 / self.step_time
-        rate = min(COPY_RATE, ctas * of_one, min(self.sms, ctas * max(1.0, self.sms_of_one)) * SM_RATE)
-        return ctas * steps * self.step_bytes / 1e6 / rate
 
 
 def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, resident: int, sms: int) -> Work:
@@ -253,12 +202,6 @@ def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, residen
         config.cluster * config.step * 2 * (config.head_dim + config.head_dim_v), time,
         min(config.rows, rows_of(problem)) * config.head_dim_v, of_one,
     )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def split_count(work: Work, most: int = MAX_SPLITS) -> int:
-    """The number of splits of each output tile's keys, up to ``most``, with the least predicted time."""
-    return min(range(1, max(1, min(most, work.steps)) + 1), key=work.microseconds)
 
 
 def uneven_split_count(tiles: int, steps: int, resident: int, most: int = MAX_SPLITS) -> int:

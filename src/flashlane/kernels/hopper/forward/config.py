@@ -29,8 +29,17 @@ REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 """Registers of a producer and of a consumer thread, by the number of consumer warpgroups."""
 REGISTERS_OF_TWO_CTAS = (56, 200)
 """The same of CTAs of one consumer warpgroup, of which an SM has two."""
-TILE_CONSTANTS = ("head_dim", "head_dim_v", "columns_v", "v_slices", "block_m", "block_n", "pack_gqa", "consumers")
-TILE_CONSTANTS += ("stages", "q_stages", "cluster", "q_in_registers", "one_barrier", "pingpong", "late_wait")
+TILE_CONSTANTS = ("head_dim", "head_dim_v", "columns_v", "v_slices", "block_m", "block_n", "packed_heads", "pack_gqa")
+TILE_CONSTANTS += (
+    "consumers",
+    "stages",
+    "q_stages",
+    "cluster",
+    "q_in_registers",
+    "one_barrier",
+    "pingpong",
+    "late_wait",
+)
 TILE_CONSTANTS += ("has_left", "has_right", "gather", "split", "combine_in_kernel")
 TILE_CONSTANTS += ("block_lists", "mask_bits", "ctas_per_sm", "ranges", "arrivals", "across_tiles", "polynomials")
 TILE_CONSTANTS += ("deferred_max",)
@@ -67,8 +76,10 @@ class HopperConfig:
     """A redundant wait keeps the exponentials above the wait for P·V, where ptxas would move them below it."""
     cluster: int = 1
     """CTAs that share a tile's rows; each loads a share of every n-block into all of them: 1 or 2."""
-    pack_gqa: int = 1
+    packed_heads: int = 1
     """Query heads of a group whose rows share a tile."""
+    pack_gqa: int = 1
+    """Rows of a tile for each query: :attr:`packed_heads`, or the next number that divides a tile."""
     has_left: bool = False
     has_right: bool = False
     score: ScoreConfig = field(default_factory=ScoreConfig)

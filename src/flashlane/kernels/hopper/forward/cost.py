@@ -123,7 +123,7 @@ class Launch:
         self.problem, self.config, self.splits = problem, config, splits
         self.one, self.traffic = coefficients_of(config), coefficients()[1]
         self.costs = blocks_of(problem, config).costs(self.one, splits)
-        self.heads = problem.heads // config.pack_gqa * problem.batch * config.v_slices
+        self.heads = problem.heads // config.packed_heads * problem.batch * config.v_slices
         self.workers = SMS // config.cluster
         evenly = sum(self.costs) * self.heads / self.workers
         self.power = LONG_IN_CLUSTERS if config.cluster > 1 and evenly >= LONG_US else 1.0
@@ -181,7 +181,7 @@ def busy(costs: Sequence[float], heads: int, section: int, workers: int) -> floa
 
 def mebibytes_of_head(problem: AttentionProblem, config: HopperConfig) -> float:
     """MiB of K and V of a tile head, of which several may share them."""
-    sharing = max(1, problem.group // config.pack_gqa)
+    sharing = max(1, problem.group // config.packed_heads)
     return problem.seqlen_k * (problem.head_dim + config.columns_v) * problem.dtype.itemsize / sharing / 2**20
 
 
@@ -204,7 +204,7 @@ def slowdown(
         traffic: the coefficients.
     """
     workers = SMS // config.cluster
-    sharing = max(1, problem.group // config.pack_gqa)
+    sharing = max(1, problem.group // config.packed_heads)
     fewest = max(1.0, workers / max(1, len(costs)))  # heads that have as many tiles as there are workers
     at_once = max(fewest, min(section, workers)) if in_sections(problem) else fewest
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize

@@ -34,7 +34,7 @@ struct ConsumerRows {
     }
     // The query head of the second.
     __device__ __forceinline__ int head(const WorkTile& tile, int half) const {
-        return tile.tile_head() * PACK_GQA + row(tile, half) % PACK_GQA;
+        return query_head(tile, row(tile, half));
     }
 
   private:
@@ -47,13 +47,12 @@ struct Epilogue {
     const Params& p;
     const ConsumerRows rows;
 
-    // Where a row of a tile goes, or null past the end of the sequence.
+    // Where a row of a tile goes, or null for a row of no head or past the end of the sequence.
     __device__ __forceinline__ Out* out_row(const WorkTile& tile, const Seqlen& sequence, int half, float*& lse) const {
-        const int row = rows.row(tile, half), query = row / PACK_GQA,
-                  head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
+        const int row = rows.row(tile, half), query = row / PACK_GQA, head = query_head(tile, row);
         lse = p.lse + tile.split() * p.lse_split + sequence.q_batch * p.lse_batch + head * p.lse_head +
               sequence.q_first + query;
-        if (query >= sequence.q_length) return nullptr;
+        if (query >= sequence.q_length || !has_head(row)) return nullptr;
         return static_cast<Out*>(p.out) + tile.split() * p.out_split + sequence.q_batch * p.out_batch +
                (sequence.q_first + query) * p.out_row + head * p.out_head + tile.v_slice() * COLUMNS_V;
     }
@@ -175,9 +174,9 @@ struct InKernelCombine {
                                                    int splits) {
 #pragma unroll 1
         for (int i = uniform(rows.warp); i < CONSUMER_ROWS; i += WARPS) {
-            const int row = tile.row + rows.first() + i, query = row / PACK_GQA;
-            const int head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
+            const int row = tile.row + rows.first() + i, query = row / PACK_GQA, head = query_head(tile, row);
             if (query >= p.seqlen.seqlen_q) return;
+            if (!has_head(row)) continue;
             combine_row<COLUMNS_V, LOADS>(p.combine, p.score, splits, tile.batch, head, query,
                                           tile.v_slice() * COLUMNS_V, tile.v_slice() == 0);
         }

@@ -202,7 +202,7 @@ def _outruns_decode(problem: AttentionProblem) -> bool:
     know.
     """
     rows = problem.seqlen_q * problem.group
-    if rows not in ROWS_BEFORE_DECODE or CONSUMER_ROWS % problem.group or problem.window_left >= 0:
+    if rows not in ROWS_BEFORE_DECODE or not select.has_few_rows(problem) or problem.window_left >= 0:
         return False
     if not SeqlenConfig.of(problem).dense or KERNEL.supports(problem) is not None:
         return False

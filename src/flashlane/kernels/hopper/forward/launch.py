@@ -90,8 +90,8 @@ def hopper_params(
     kind: type[ctypes.Structure] = HopperParams,
 ) -> HopperParams:
     """All of a launch but addresses. The strides begin with that of the splits when ``config.split``."""
-    pack = config.pack_gqa
-    heads = problem.heads // pack * config.v_slices
+    pack, packed_heads = config.pack_gqa, config.packed_heads
+    heads = problem.heads // packed_heads * config.v_slices
     m_blocks = tile_scheduler.ceil_div(problem.seqlen_q * pack, config.block_m)
     rows = q_shape[0] if problem.varlen else problem.seqlen_q
     tiles = heads * splits * problem.batch * m_blocks
@@ -104,12 +104,12 @@ def hopper_params(
     if not problem.varlen:
         (params.out_batch, *out_stride), (params.lse_batch, *lse_stride) = out_stride, lse_stride
     params.out_row, params.out_head, params.lse_head = out_stride[0], out_stride[1], lse_stride[0]
-    params.heads, params.group = heads, problem.group // pack
+    params.heads, params.group = heads, problem.group // packed_heads
     # A side that reaches past every key might not fit the kernel's integers.
     reach = problem.seqlen_q + problem.seqlen_k
     params.window_left, params.window_right = min(problem.window_left, reach), min(problem.window_right, reach)
     params.m_blocks, params.tiles, params.splits = m_blocks, tiles, splits
-    section = config.heads_per_section or tile_scheduler.heads_per_section(problem, pack)
+    section = config.heads_per_section or tile_scheduler.heads_per_section(problem, packed_heads)
     params.heads_per_section = section * config.v_slices
     return params
 
@@ -121,13 +121,16 @@ MapShape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 def query_map(
     config: HopperConfig, problem: AttentionProblem, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> MapShape:
-    """q as (column, packed head, row, tile head, batch); a box is the rows of a tile, a chunk of columns wide."""
-    pack = config.pack_gqa
+    """q as (column, packed head, row, tile head, batch); a box is the rows of a tile, a chunk of columns wide.
+
+    Rows of no head are outside the tensor, and TMA fills them with zeros.
+    """
+    pack, packed_heads = config.pack_gqa, config.packed_heads
     batch, rows, heads, dim = shape if len(shape) == 4 else (1, *shape)
     by_batch, by_row, by_head, _ = stride if len(stride) == 4 else (0, *stride)
     return (
-        (dim, pack, rows, heads // pack, batch),
-        (1, by_head, by_row, pack * by_head, by_batch),
+        (dim, packed_heads, rows, heads // packed_heads, batch),
+        (1, by_head, by_row, packed_heads * by_head, by_batch),
         (CHUNK, pack, config.cta_rows // pack, 1, 1),
     )
 

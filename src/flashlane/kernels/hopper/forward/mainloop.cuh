@@ -154,7 +154,7 @@ struct Mainloop {
             limits.first[half] = mask.first(query) - first_column;
             position[half] = 0, slope[half] = 0.f;
             if constexpr (Score::HAS_DISTANCE) {
-                const int head = tile.tile_head() * PACK_GQA + row % PACK_GQA;
+                const int head = query_head(tile, row);
                 position[half] = query + sequence.shift - first_column;
                 slope[half] = Score::slope(p.score, tile.batch, head) / late_scale(p);
             }

@@ -1,11 +1,12 @@
 // What the Hopper forward kernel is given, its sizes, and its shared memory. flashlane.kernels.hopper.forward.launch
 // mirrors Params, and config.py the sizes.
 //
-// A work tile is BLOCK_M rows of one tile head and its range of n-blocks. A tile head stands for PACK_GQA query
-// heads of one key/value head: its row r is query r / PACK_GQA of query head `head * PACK_GQA + r % PACK_GQA`.
-// PACK_GQA is 1, or all heads of a group (short queries then fill a tile and share the loads of K and V). Where v is
-// wider than an accumulator, a tile has one of V_SLICES slices of its columns, and the slices of one head count as
-// neighbouring tile heads.
+// A work tile is BLOCK_M rows of one tile head and its range of n-blocks. A tile head stands for PACKED_HEADS query
+// heads of one key/value head: its row r is query r / PACK_GQA of query head `head * PACKED_HEADS + r % PACK_GQA`.
+// PACKED_HEADS is 1, or all heads of a group (short queries then fill a tile and share the loads of K and V).
+// PACK_GQA is as many, or the next number that divides a tile: the rows between are of no head. Where v is wider than
+// an accumulator, a tile has one of V_SLICES slices of its columns, and the slices of one head count as neighbouring
+// tile heads.
 #pragma once
 #include "attention/arrivals.cuh"
 #include "attention/block_list.cuh"
@@ -23,7 +24,8 @@
 #include "tma.cuh"
 
 using Element = cfg::Element;
-constexpr int BLOCK_M = cfg::BLOCK_M, BLOCK_N = cfg::BLOCK_N, PACK_GQA = cfg::PACK_GQA, V_SLICES = cfg::V_SLICES;
+constexpr int BLOCK_M = cfg::BLOCK_M, BLOCK_N = cfg::BLOCK_N, V_SLICES = cfg::V_SLICES;
+constexpr int PACK_GQA = cfg::PACK_GQA, PACKED_HEADS = cfg::PACKED_HEADS;
 constexpr int HEAD_DIM = cfg::HEAD_DIM, COLUMNS_V = cfg::COLUMNS_V, CONSUMERS = cfg::CONSUMERS, CLUSTER = cfg::CLUSTER;
 constexpr int STAGES = cfg::STAGES, Q_STAGES = cfg::Q_STAGES;
 constexpr int WARPGROUP = 128, WARPS = 4, THREADS = WARPGROUP * (CONSUMERS + 1), CONSUMER_ROWS = 64;
@@ -38,7 +40,8 @@ constexpr u32 STAGE_BYTES = K_BYTES + V_BYTES;
 // One pipeline, whose stages hold K and V together; or one for K and one for V, so that a stage of K is free as soon
 // as S is complete.
 constexpr int KV_PIPELINES = cfg::ONE_BARRIER ? 1 : 2, K = 0, V = KV_PIPELINES - 1;
-static_assert(BLOCK_M == CTA_ROWS * CLUSTER && CTA_ROWS % PACK_GQA == 0 && BLOCK_N % 16 == 0 && COLUMNS_V % 8 == 0);
+static_assert(BLOCK_M == CTA_ROWS * CLUSTER && CTA_ROWS % PACK_GQA == 0 && PACKED_HEADS <= PACK_GQA && BLOCK_N % 16 == 0 &&
+              COLUMNS_V % 8 == 0);
 static_assert(CLUSTER == 1 || (CLUSTER == 2 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 static_assert(!cfg::GATHER || cfg::PAGED);
 static_assert(!cfg::RANGES || (cfg::VARLEN && !cfg::PAGED));
@@ -172,6 +175,16 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 enum NamedBarrier { PINGPONG = 1, WARPGROUP_SYNC = 8, PRODUCER_WARPS = 12 };
 
 // ---- what a tile covers
+
+// Whether a row of a tile belongs to a query head; rows of no head are zeros of Q, and nothing of them is stored.
+__device__ __forceinline__ bool has_head(int row) {
+    return PACKED_HEADS == PACK_GQA || row % PACK_GQA < PACKED_HEADS;
+}
+// The query head of a row; that of a row of no head is the group's last.
+__device__ __forceinline__ int query_head(const WorkTile& tile, int row) {
+    const int packed = row % PACK_GQA;
+    return tile.tile_head() * PACKED_HEADS + (PACKED_HEADS == PACK_GQA ? packed : min(packed, PACKED_HEADS - 1));
+}
 
 // What the maximum and the exponent multiply scores by.
 __device__ __forceinline__ float late_scale(const Params& p) {

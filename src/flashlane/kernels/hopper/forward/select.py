@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.jit import shared_limit
-from flashlane.kernels import makespan
-from flashlane.kernels.hopper.arch import ARCH, L2_MIB
+from flashlane.kernels import makespan, split_kv
+from flashlane.kernels.hopper.arch import ARCH, L2_MIB, SMS
 from flashlane.kernels.hopper.forward import cost, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.score import ScoreConfig
@@ -26,6 +26,8 @@ KEPT = 3
 NARROW = 64
 """Head dims up to which windows get a deferred maximum: few of their blocks are without a mask (D 128 with 300 keys
 was 5 % slower)."""
+SEPARATE_COMBINE = 4.0
+"""Microseconds that a launch takes which combines splits, beyond what combining them at the end of a launch takes."""
 MOST_SIMULATED = 6000
 """Tiles of a launch of ranges up to which all numbers of heads of a section are compared whose K and V stay in the L2
 cache; it takes up to 0.1 s."""
@@ -89,7 +91,7 @@ def _launches(problem: AttentionProblem) -> list[cost.Launch]:
 
 def _one_section(problem: AttentionProblem, config: HopperConfig) -> int:
     """Heads of a section where there is one, or 1 where the order of tiles does not matter."""
-    return tile_scheduler.heads_per_section(problem, config.pack_gqa)
+    return tile_scheduler.heads_per_section(problem, config.packed_heads)
 
 
 def _orders(problem: AttentionProblem, launch: cost.Launch) -> list[int]:
@@ -110,7 +112,7 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     """The shapes that a problem may get; what it asks besides a mask takes registers."""
     score, seqlen = ScoreConfig.of(problem), SeqlenConfig.of(problem)
     one = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
-    if problem.seqlen_q * problem.group <= CONSUMER_ROWS and CONSUMER_ROWS % problem.group == 0:
+    if has_few_rows(problem):
         shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows,)
     else:
         shapes, loaded = one.shapes_with_derivative if score.has_derivative else one.shapes, one.loaded
@@ -124,16 +126,20 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     return tuple(replace(shape, q_in_registers=False) for shape in shapes_able) if crowded else shapes_able
 
 
+def has_few_rows(problem: AttentionProblem) -> bool:
+    """Whether one tile of 64 rows has all queries of all heads that share a key/value head."""
+    packed = tile_scheduler.packed_heads_of(problem, CONSUMER_ROWS)
+    return problem.seqlen_q * packed.rows <= CONSUMER_ROWS and packed.heads == problem.group
+
+
 def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:
     """Tile heads of a section of the L2 head swizzle that may be fastest: all, or equal sections of fewer.
 
     The longest tiles of a section come first, and tiles that run at once read the same keys at about the same time.
     With too many heads K and V come from device memory each time; with few, long tiles are begun late.
     """
-    heads, sharing = (
-        tile_scheduler.heads_per_section(problem, config.pack_gqa),
-        max(1, problem.group // config.pack_gqa),
-    )
+    heads = tile_scheduler.heads_per_section(problem, config.packed_heads)
+    sharing = max(1, problem.group // config.packed_heads)
     return makespan.section_sizes(heads, sharing, SHARED_HEADS)
 
 
@@ -199,9 +205,10 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
     """
     seqlen = SeqlenConfig.of(problem)
     gather = seqlen.paged and (config.gather or _must_gather(problem))
-    pack, rows = tile_scheduler.pack_gqa_of(problem, config.cta_rows), config.cta_rows
-    split = _splits_of(problem, pack, rows, config.block_n, config.v_slices) > 1
-    alone = split or not seqlen.dense or problem.seqlen_q * pack <= rows
+    packed, rows = tile_scheduler.packed_heads_of(problem, config.cta_rows), config.cta_rows
+    config = replace(config, packed_heads=packed.heads, pack_gqa=packed.rows)
+    split = splits_of(problem, replace(config, cluster=1)) > 1
+    alone = split or not seqlen.dense or problem.seqlen_q * packed.rows <= rows
     return replace(
         config,
         has_left=problem.window_left >= 0,
@@ -210,7 +217,6 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
         seqlen=seqlen,
         page_rows=0 if gather else page_box_rows(problem, config.block_n, PAGE_UNIT),
         gather=gather,
-        pack_gqa=pack,
         cluster=1 if alone else config.cluster,
         split=split,
         combine_in_kernel=split and config.combine_in_kernel,
@@ -222,20 +228,31 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
 
 
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
-    """Parts that a problem's keys are split into, of whole n-blocks: ``num_splits``, or as many as fill the SMs."""
-    return _splits_of(problem, config.pack_gqa, config.block_m, config.block_n, config.v_slices)
+    """Parts that a problem's keys are split into, of whole n-blocks: ``num_splits``, or as many as fill the SMs.
 
-
-def _splits_of(problem: AttentionProblem, pack: int, block_m: int, block_n: int, v_slices: int) -> int:
+    Few rows read K and V as fast as memory delivers: the number of splits is then that of the least predicted time.
+    """
+    pack, block_m, block_n = config.pack_gqa, config.block_m, config.block_n
     if problem.varlen or problem.num_splits == 1:
         return 1
     m_blocks = tile_scheduler.ceil_div(problem.seqlen_q * pack, block_m)
-    work_tiles = problem.batch * problem.heads // pack * v_slices * m_blocks
-    if not problem.num_splits and tile_scheduler.fills(work_tiles):
+    work_tiles = problem.batch * problem.heads // config.packed_heads * config.v_slices * m_blocks
+    by_memory = not problem.num_splits and has_few_rows(problem) and SeqlenConfig.of(problem).dense
+    if not (problem.num_splits or by_memory) and tile_scheduler.fills(work_tiles):
         return 1
     last = range(max(0, m_blocks - 4), m_blocks)
     ranges = (tile_scheduler.n_blocks_of(problem, i * block_m, block_m, pack, block_n) for i in last)
     longest = max(map(len, ranges), default=0)
     if problem.num_splits:
         return problem.kv_splits(longest)
+    if by_memory and longest:
+        return split_kv.split_count(_memory_work(problem, config, work_tiles, longest), tile_scheduler.MAX_SPLITS)
     return tile_scheduler.splits_of(work_tiles, longest)
+
+
+def _memory_work(problem: AttentionProblem, config: HopperConfig, tiles: int, blocks: int) -> split_kv.Work:
+    """What decides the splits of few rows, whose CTAs have an SM each."""
+    width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
+    sums = problem.seqlen_q * problem.group * config.columns_v
+    step = cost.coefficients_of(config).block
+    return split_kv.Work(tiles, blocks, SMS, SMS, config.block_n * width, step, sums, combine_launch=SEPARATE_COMBINE)

@@ -5,6 +5,8 @@ The order of tiles is the device's: ``attention/tile_scheduler.cuh``, ``attentio
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 
@@ -25,12 +27,25 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def pack_gqa_of(problem: AttentionProblem, block_m: int) -> int:
-    """Query heads that a tile packs: all of a group where that saves tiles (and they divide its rows), else 1."""
-    group, rows = problem.group, problem.seqlen_q
-    if group == 1 or block_m % group or problem.seqlen_q == 0:
-        return 1
-    return group if ceil_div(rows * group, block_m) <= 0.9 * group * ceil_div(rows, block_m) else 1
+class PackedHeads(NamedTuple):
+    """Query heads of a group whose rows share a tile."""
+
+    heads: int
+    rows: int
+    """Rows of a tile for each query: one for each head, and where the heads do not divide a tile some of no head."""
+
+
+ALONE = PackedHeads(1, 1)
+
+
+def packed_heads_of(problem: AttentionProblem, block_m: int) -> PackedHeads:
+    """What a tile packs: all heads of a group where that saves tiles, else one."""
+    group, queries = problem.group, problem.seqlen_q
+    if group == 1 or group > block_m or queries == 0:
+        return ALONE
+    rows = next(rows for rows in range(group, block_m + 1) if block_m % rows == 0)
+    fewer = ceil_div(queries * rows, block_m) <= 0.9 * group * ceil_div(queries, block_m)
+    return PackedHeads(group, rows) if fewer else ALONE
 
 
 def fills(tiles: int, sms: int = SMS) -> bool:
@@ -72,7 +87,7 @@ def in_sections(problem: AttentionProblem) -> bool:
     return problem.window_right >= 0 and problem.window_left < 0
 
 
-def heads_per_section(problem: AttentionProblem, pack: int) -> int:
+def heads_per_section(problem: AttentionProblem, packed_heads: int) -> int:
     """Tile heads of a section where a configuration names none: all of them, or 1 where the order does not matter.
 
     The longest tiles of a section come first. Tiles that run at once are then equally long, and those of a head read
@@ -80,7 +95,7 @@ def heads_per_section(problem: AttentionProblem, pack: int) -> int:
     """
     if not in_sections(problem):
         return 1
-    return problem.heads // pack * (1 if problem.varlen else problem.batch)
+    return problem.heads // packed_heads * (1 if problem.varlen else problem.batch)
 
 
 def n_blocks_of(problem: AttentionProblem, row: int, rows: int, pack: int, block_n: int) -> range:

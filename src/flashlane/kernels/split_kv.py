@@ -1,0 +1,67 @@
+"""The time of attention of few rows whose keys are split over CTAs, which memory bounds: how many splits to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+COPY_RATE = 4.46
+"""MB a microsecond that all SMs read together. This and the numbers below were fitted to 36 problems on an H200
+(benchmarks/archive/decode_combine.json), and to the choices of docs/notebook/0004-decode.md."""
+SM_RATE = 0.047
+"""MB a microsecond that an SM reads at most."""
+WAVE_TIME = 2.0
+"""Microseconds that a wave of CTAs starts and ends, where an SM has one."""
+SHARED_WAVE_TIME = 2.5
+"""The same where an SM has several."""
+LAST_WAVE = 0.95
+"""The time of a last wave over what its CTAs would take by themselves: the wave before has not quite ended."""
+COMBINE_TIME, SPLIT_TIME, SUMS_TIME = 1.8, 0.1, 2.2
+"""Microseconds of combining splits: for any number, for each split, and for each thousand sums of an output tile."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What decides how many splits of its keys an output tile has."""
+
+    tiles: int
+    """Sequences × KV heads × tiles of rows."""
+    steps: int
+    """Steps over the keys of a tile, at most."""
+    held: int
+    """CTAs, or clusters, that the GPU holds at once."""
+    sms: int
+    step_bytes: int
+    """K and V of a step of a CTA, or of a cluster's CTAs."""
+    step_time: float
+    """Microseconds that the products and exponentials of a step take."""
+    sums: int
+    """Values of an output tile."""
+    sms_of_one: float = 1.0
+    """SMs that a CTA, or a cluster, has."""
+    combine_launch: float = 0.0
+    """Microseconds of a launch that combines the splits, where there is one."""
+
+    def microseconds(self, splits: int) -> float:
+        """The predicted time with so many splits, without that of a launch."""
+        each = -(-self.steps // splits)
+        splits = -(-self.steps // max(1, each))
+        waves, more = divmod(self.tiles * splits, self.held)
+        time = waves * self._wave(self.held, each)
+        if more:
+            time += self._wave(more, each) * (LAST_WAVE if waves else 1.0)
+        time += (waves + (more > 0)) * (WAVE_TIME if self.sms_of_one >= 1 else SHARED_WAVE_TIME)
+        combine = COMBINE_TIME + self.combine_launch + SPLIT_TIME * splits + SUMS_TIME * self.sums / 1000
+        return time + combine * (splits > 1)
+
+    def _wave(self, ctas: int, steps: int) -> float:
+        """Microseconds of so many CTAs, or clusters, that begin together."""
+        of_one = self.step_bytes / 1e6 / self.step_time
+        rate = min(COPY_RATE, ctas * of_one, min(self.sms, ctas * max(1.0, self.sms_of_one)) * SM_RATE)
+        return ctas * steps * self.step_bytes / 1e6 / rate
+
+
+@lru_cache(maxsize=4096)
+def split_count(work: Work, most: int) -> int:
+    """The number of splits of each output tile's keys, up to ``most``, with the least predicted time."""
+    return min(range(1, max(1, min(most, work.steps)) + 1), key=work.microseconds)
