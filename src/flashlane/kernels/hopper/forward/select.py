@@ -24,8 +24,10 @@ SHARED_HEADS = (4, 8, 16, 32, 64)
 KEPT = 3
 """Shapes whose orders of tiles are compared: those that were fastest with one section."""
 NARROW = 64
-"""Head dims up to which windows get a deferred maximum: few of their blocks are without a mask (D 128 with 300 keys
-was 5 % slower)."""
+"""Head dims up to which all windows get a deferred maximum."""
+WIDE_WINDOW = 1024
+"""Keys of a window from which on wider heads get it: of fewer, most blocks have a mask (D 128 was 5 % slower with 300
+keys, and 1 % faster with 1024)."""
 SEPARATE_COMBINE = 4.0
 """Microseconds that a launch takes which combines splits, beyond what combining them at the end of a launch takes."""
 MOST_SIMULATED = 6000
@@ -116,7 +118,7 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
         shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows,)
     else:
         shapes, loaded = one.shapes_with_derivative if score.has_derivative else one.shapes, one.loaded
-        if not score.transformed and (problem.window_left < 0 or one.head_dim <= NARROW):
+        if not score.transformed and (one.head_dim <= NARROW or keys_of_window(problem) >= WIDE_WINDOW):
             shapes = one.shapes_without_modifier
             loaded = loaded if _must_gather(problem) else one.loaded_plain or loaded
         shapes_able = loaded if seqlen.cache or seqlen.paged else shapes
@@ -124,6 +126,12 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     if crowded or _must_gather(problem):
         shapes_able = tuple(shape for shape in (*shapes_able, *one.loaded) if shape.consumers <= MOST_GATHERING)
     return tuple(replace(shape, q_in_registers=False) for shape in shapes_able) if crowded else shapes_able
+
+
+def keys_of_window(problem: AttentionProblem) -> int:
+    """Keys between both sides of the mask of a query, or all where it has one side or none."""
+    left, right = problem.window_left, problem.window_right
+    return left + 1 + right if left >= 0 and right >= 0 else max(problem.seqlen_k, WIDE_WINDOW)
 
 
 def has_few_rows(problem: AttentionProblem) -> bool:
