@@ -40,8 +40,8 @@ constexpr u32 STAGE_BYTES = K_BYTES + V_BYTES;
 // One pipeline, whose stages hold K and V together; or one for K and one for V, so that a stage of K is free as soon
 // as S is complete.
 constexpr int KV_PIPELINES = cfg::ONE_BARRIER ? 1 : 2, K = 0, V = KV_PIPELINES - 1;
-static_assert(BLOCK_M == CTA_ROWS * CLUSTER && CTA_ROWS % PACK_GQA == 0 && PACKED_HEADS <= PACK_GQA && BLOCK_N % 16 == 0 &&
-              COLUMNS_V % 8 == 0);
+static_assert(BLOCK_M == CTA_ROWS * CLUSTER && BLOCK_N % 16 == 0 && COLUMNS_V % 8 == 0);
+static_assert(CTA_ROWS % PACK_GQA == 0 && PACKED_HEADS <= PACK_GQA);
 static_assert(CLUSTER == 1 || (CLUSTER == 2 && !cfg::VARLEN && !cfg::CACHE && !cfg::PAGED && !cfg::SPLIT));
 static_assert(!cfg::GATHER || cfg::PAGED);
 static_assert(!cfg::RANGES || (cfg::VARLEN && !cfg::PAGED));
