@@ -102,6 +102,8 @@ def config_of(
     config = replace(config, across_tiles=not config.program, polynomials=POLYNOMIALS if small_tanh else 0)
     if config.shared_memory > shared_limit(ARCH):
         config = replace(config, stages=2)
+    if block is not None and not config.program and config.one_barrier:
+        config = replace(config, deferred_max=True, q_in_registers=False)
     by_hand = block is not None and program.mask is None
     return replace(config, heads_per_section=_section_of_lists(problem, config)) if by_hand else config
 

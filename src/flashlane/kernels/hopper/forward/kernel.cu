@@ -107,8 +107,13 @@ struct Consumer : Mainloop {
         if constexpr (cfg::ACROSS_TILES) {
             if (pv_pending) boundary_step(pending, 0, true);
             else first_step(0, true);
+            ++i;
+            if constexpr (cfg::DEFERRED_MAX) {
+                i += walk_by_state();
+            } else {
 #pragma unroll 1
-            for (++i; !listed.last(rows.warpgroup); ++i) step<true>(0);
+                for (; !listed.last(rows.warpgroup); ++i) step<true>(0);
+            }
         } else {
             issue_first_product();
 #pragma unroll 1
@@ -124,6 +129,40 @@ struct Consumer : Mainloop {
 #pragma unroll 1
             for (; i < steps; ++i) step_without_scores();
         }
+    }
+
+    // DEFERRED_MAX: the rest of a list, in which full blocks take no row maximum when all rows have one, from a full
+    // block before. Runs of full blocks have a loop of their own: one loop for both would spill. Returns the steps.
+    __device__ __forceinline__ int walk_by_state() {
+        const auto is_full = [&] { return listed.state(rows.warpgroup) == BLOCK_FULL; };
+        const auto is_last = [&] { return listed.last(rows.warpgroup); };
+        int walked = 0;
+#pragma unroll 1
+        for (; !is_full(); ++walked) {
+            if (is_last()) return walked;
+            step<true>(0);
+        }
+        if (is_last()) return walked;
+        peek();
+        while (true) {
+#pragma unroll 1
+            while (is_full()) {
+                step<false>(0), ++walked;
+                if (is_last()) return walked;
+                peek();
+            }
+#pragma unroll 1
+            while (!is_full()) {
+                step<true>(0), ++walked;
+                if (is_last()) return walked;
+                peek();
+            }
+        }
+    }
+    // The entry of the next step's n-block.
+    __device__ __forceinline__ void peek() {
+        wait_kv();
+        read_listed();
     }
 
     // The n-blocks that some of these rows see. Those on the right are masked, those in the middle

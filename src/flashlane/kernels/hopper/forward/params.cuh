@@ -62,9 +62,8 @@ constexpr float BOUNDED_MAX = Program::CENTRE / Program::FACTOR;  // in the unit
 // lists, the tiles of small heads have too few registers for two forms.
 constexpr bool FUSED_UNMASKED = BOUNDED && (!cfg::BLOCK_LISTS || HEAD_DIM > 64 || COLUMNS_V > 64);
 // A deferred maximum needs K and Q until the end of a step's softmax.
-static_assert(!cfg::DEFERRED_MAX ||
-              (cfg::ONE_BARRIER && cfg::ACROSS_TILES && Score::LATE_SCALE && !Score::HAS_DISTANCE &&
-               !Score::HAS_DERIVATIVE && !Program::HAS_SCORE && !cfg::BLOCK_LISTS));
+static_assert(!cfg::DEFERRED_MAX || (cfg::ONE_BARRIER && cfg::ACROSS_TILES && Score::LATE_SCALE &&
+                                     !Score::HAS_DISTANCE && !Score::HAS_DERIVATIVE && !Program::HAS_SCORE));
 constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
 
