@@ -44,15 +44,17 @@ START = cost.Traffic(
     excess=0.06,
     enough=2.5,
     resident=40.0,
-    unaligned=0.001,
+    unaligned=0.0006,
+    unshared=25.0,
     unaligned_tile=0.3,
     few_heads=0.25,
     drift=0.06,
     apart=0.01,
 )
-UNALIGNED = (0.0, 0.0005, 0.001, 0.0013, 0.0017, 0.0021, 0.0026)
+UNALIGNED = (0.0, 0.0003, 0.0006, 0.0011, 0.0016)
+UNSHARED = (15.0, 20.0, 25.0, 30.0)
 UNALIGNED_TILE = (0.0, 0.1, 0.2, 0.3, 0.4)
-"""Values of the coefficients that problems with other head dims decide: ``unaligned`` and ``unaligned_tile``."""
+"""Values of the coefficients that problems with other head dims decide."""
 GRID = {
     "few_heads": (0.0, 0.1, 0.2, 0.3, 0.5, 0.8),
     "enough": (0.4, 0.8, 1.2, 1.6, 2.0, 2.5, 3.0),
@@ -99,7 +101,7 @@ class Row:
         """Predicted microseconds, with coefficients in units of :attr:`unit`."""
         tile, block, masked = np.exp(values) * self.unit
         costs = self.blocks.costs(Coefficients(tile, block, masked))
-        heads = self.problem.heads // self.config.pack_gqa * self.problem.batch * self.config.v_slices
+        heads = self.problem.heads // self.config.packed_heads * self.problem.batch * self.config.v_slices
         section = min(heads, self.config.heads_per_section or 1)
         busy = cost.busy(costs, heads, section, SMS // self.config.cluster)
         factor = cost.slowdown(self.problem, self.config, section, costs, block, traffic)
@@ -181,8 +183,8 @@ def fit_unaligned(rows: list[Row], traffic: cost.Traffic) -> cost.Traffic:
         row for row in rows if class_of(row.problem.head_dim, row.problem.head_dim_v).head_dim != row.config.head_dim
     ]
     ratios = {}
-    for unaligned, tile in itertools.product(UNALIGNED, UNALIGNED_TILE):
-        tried = dataclasses.replace(traffic, unaligned=unaligned, unaligned_tile=tile)
+    for unaligned, unshared, tile in itertools.product(UNALIGNED, UNSHARED, UNALIGNED_TILE):
+        tried = dataclasses.replace(traffic, unaligned=unaligned, unshared=unshared, unaligned_tile=tile)
         errors = np.array([math.log(row.time_in_class(tried) / row.microseconds) for row in rows])
         set_offsets(rows, errors)
         spread = float(np.std(errors - np.array([row.offset for row in rows])))

@@ -76,6 +76,11 @@ def test_forward_compiles_without_spills_in_its_loop(
         pytest.skip("no disassembler")
     products = -(-head_dim // 16) + config.block_n // 16
     loops = [loop for loop in steady_loops(text) if sum(op.startswith("HGMMA") for op in loop) == products]
+    if config.deferred_max:  # full blocks have a loop of their own, and others may spill
+        assert 3 <= len(loops) <= 4
+        assert not [op for op in min(loops, key=len) if op.startswith(("LDL", "STL"))]
+        assert report.spills <= SPILLS
+        return
     # Full and partial blocks share one loop; its branches for masks may go back to its head themselves.
     assert len(loops) == 1 or (config.program and not config.across_tiles and len({loop[0] for loop in loops}) == 1)
     if bits or block == (64, 64):  # a program that is asked needs registers for addresses

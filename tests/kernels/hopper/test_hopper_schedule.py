@@ -101,3 +101,12 @@ def test_sections_that_are_compared_are_equal_and_do_not_part_a_group() -> None:
         assert sizes[0] == heads and len(sizes) == len(set(sizes)) > 2
         for size in sizes:
             assert size % (4 // config.packed_heads) == 0 and (-heads % size) * 8 <= heads
+
+
+def test_sections_are_short_where_rows_start_between_64_bytes() -> None:
+    """Tiles of a head begin as far apart as a section is long; K and V of two heads of D 176 are 20 MB."""
+    shape = {"batch": 10, "heads": 26, "kv_heads": 26, "window_right": 0, "dtype": torch.float16}
+    for head_dim, most in ((176, 4), (184, 4), (192, 260)):
+        problem = problem_of(700, 14000, head_dim=head_dim, head_dim_v=head_dim, **shape)
+        section = select.config_for(problem).heads_per_section
+        assert section <= most and (most < 260 or section > 4)

@@ -103,7 +103,7 @@ def config_of(
     if config.shared_memory > shared_limit(ARCH):
         config = replace(config, stages=2)
     if block is not None and not config.program and config.one_barrier:
-        config = replace(config, deferred_max=True, q_in_registers=False)
+        config = replace(config, deferred_max=True, late_wait=True, q_in_registers=False)
     by_hand = block is not None and program.mask is None
     return replace(config, heads_per_section=_section_of_lists(problem, config)) if by_hand else config
 

@@ -46,8 +46,11 @@ class Traffic:
     resident: float
     """MiB of K and V of a section that stay in the L2 cache."""
     unaligned: float
-    """Share of the time by which a launch takes longer for each MiB of K and V of a section beyond the L2 cache, where
-    rows do not start on a sector. Aligned rows cost nothing there: tiles that run at once read the same ones."""
+    """Share of the time by which a launch takes longer for each MiB of K and V of a section beyond ``unshared``, and
+    each TB/s beyond ``enough`` that all CTAs load, where rows do not start on 64 bytes: tiles of a head begin as far
+    apart as a section is long. Other rows cost nothing there, as tiles that run at once read the same ones."""
+    unshared: float
+    """MiB of K and V of a section up to which such rows come from the L2 cache."""
     unaligned_tile: float
     """Share of the time by which a tile of 128 rows takes longer where rows do not start on a sector, and the loads of
     K and V take more sectors. Taller tiles load less."""
@@ -179,6 +182,11 @@ def busy(costs: Sequence[float], heads: int, section: int, workers: int) -> floa
     return costs[0] * (rounds + (more > 0) * (LONE_TILE + (1 - LONE_TILE) * more / workers))
 
 
+def rows_are_aligned(problem: AttentionProblem) -> bool:
+    """Whether rows of K start on 64 bytes, two sectors of the L2 cache, which device memory delivers at once."""
+    return problem.head_dim * problem.dtype.itemsize % (2 * SECTOR) == 0
+
+
 def mebibytes_of_head(problem: AttentionProblem, config: HopperConfig) -> float:
     """MiB of K and V of a tile head, of which several may share them."""
     sharing = max(1, problem.group // config.packed_heads)
@@ -209,10 +217,13 @@ def slowdown(
     at_once = max(fewest, min(section, workers)) if in_sections(problem) else fewest
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
     factor, mebibytes = 1.0, max(at_once, section) * mebibytes_of_head(problem, config)
-    if problem.head_dim * problem.dtype.itemsize % SECTOR:
-        factor += traffic.unaligned * max(0.0, mebibytes - L2_MIB)
-        factor += traffic.unaligned_tile * 128 / config.block_m
     bandwidth = config.block_n * width / block / 1e6  # TB/s of K and V that a CTA loads
+    row = problem.head_dim * problem.dtype.itemsize
+    if row % SECTOR:
+        factor += traffic.unaligned_tile * 128 / config.block_m
+    if not rows_are_aligned(problem):
+        loaded, apart = max(0.0, workers * bandwidth - traffic.enough), section * mebibytes_of_head(problem, config)
+        factor += traffic.unaligned * loaded * max(0.0, apart - traffic.unshared)
     if mebibytes > traffic.resident:
         streams = max(1.0, at_once / sharing)  # of keys, each of which several tiles read
         drifted = traffic.drift * sum(costs) / max(1, len(costs)) / block * streams * config.block_n * width / 2**20

@@ -21,6 +21,8 @@ MOST_GATHERING = 2
 """Consumers besides four gathering warps, which need more registers than taller tiles leave."""
 SHARED_HEADS = (4, 8, 16, 32, 64)
 """Key/value heads of a section that are tried, besides all."""
+FEWEST_SHARED_HEADS = (2, *SHARED_HEADS)
+"""The same where rows do not start on 64 bytes."""
 KEPT = 3
 """Shapes whose orders of tiles are compared: those that were fastest with one section."""
 NARROW = 64
@@ -148,7 +150,8 @@ def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:
     """
     heads = tile_scheduler.heads_per_section(problem, config.packed_heads)
     sharing = max(1, problem.group // config.packed_heads)
-    return makespan.section_sizes(heads, sharing, SHARED_HEADS)
+    tried = SHARED_HEADS if cost.rows_are_aligned(problem) else FEWEST_SHARED_HEADS
+    return makespan.section_sizes(heads, sharing, tried)
 
 
 def section_of_ranges(parts: Sequence[AttentionProblem], config: HopperConfig) -> int:
