@@ -155,12 +155,12 @@ struct RowSoftmax {
     template <bool SCALED, int N>
     __device__ __forceinline__ void exponentiate(float (&s)[N], float scale_log2, const float (&alpha)[2],
                                                  const float (&bias)[2]) {
-        float block_sum[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+        float block_sum[2][2];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             const int half = i / 2 % 2;
             s[i] = ex2(SCALED ? s[i] + bias[half] : fmaf(s[i], scale_log2, bias[half]));
-            block_sum[half][i % 2] += s[i];
+            block_sum[half][i % 2] = i < 4 ? s[i] : block_sum[half][i % 2] + s[i];
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -170,12 +170,12 @@ struct RowSoftmax {
     // Turns S into P = 2^((S − max) · scale) with the maxima as they are, and gives the sums of P.
     template <int N>
     __device__ __forceinline__ void exponentiate_by_old_max(float (&s)[N], float scale_log2, float (&block_sum)[2]) {
-        float sums[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+        float sums[2][2];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             const int half = i / 2 % 2;
             s[i] = ex2(fmaf(s[i], scale_log2, -max[half] * scale_log2));
-            sums[half][i % 2] += s[i];
+            sums[half][i % 2] = i < 4 ? s[i] : sums[half][i % 2] + s[i];
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) block_sum[half] = sums[half][0] + sums[half][1];
