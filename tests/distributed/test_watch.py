@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +61,20 @@ def test_the_kernel_that_gave_up_names_the_rank(clock: SimpleNamespace) -> None:
     assert seen.who_is_late() is None
     words[0] = 5 * MOST_RANKS + 3 + 1
     assert seen.who_is_late() == "rank 3"
+
+
+def test_a_process_that_is_watched_ends_well() -> None:
+    """The thread is stopped before the interpreter ends it, in the middle of whatever it does."""
+    program = """
+import torch
+from flashlane.distributed.peer_memory import watched
+from flashlane.distributed.watch import Watch
+kept = [Watch(60.0, *watched(torch.zeros(2, dtype=torch.int32))) for _ in range(20)]
+for each in kept:
+    each.see(1)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0 and not ended.stderr
 
 
 class _Messages:

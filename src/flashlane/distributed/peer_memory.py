@@ -370,7 +370,8 @@ def watched(words: torch.Tensor) -> tuple[Callable[[int], bool], Callable[[], st
         words: int32 in host memory that the GPU writes to: that of :attr:`PeerMemory.polled`, and the number of the
             last exchange that has ended.
     """
-    return lambda number: number <= int(words[1]), lambda: lost_sender(int(words[0]))
+    read = words.numpy()  # without a call of torch, within which a thread might be stopped
+    return lambda number: number <= int(read[1]), lambda: lost_sender(int(read[0]))
 
 
 def lost_sender(word: int) -> str | None:

@@ -6,6 +6,7 @@ nothing interrupts. On a GPU torch's own watchdog finds the loss, too, but by it
 
 from __future__ import annotations
 
+import atexit
 import collections
 import ctypes
 import functools
@@ -70,8 +71,13 @@ class Watch:
         return lost or ("a rank" if late else None)
 
 
+_ending = threading.Event()
+"""That the interpreter ends. A thread that it stops within a call of torch would end the process by an error."""
+atexit.register(_ending.set)
+
+
 def _watch(reference: weakref.ref[Watch]) -> None:
-    while (watch := reference()) is not None:
+    while not _ending.is_set() and (watch := reference()) is not None:
         who = watch.who_is_late()
         if who is not None:
             print(
@@ -81,7 +87,7 @@ def _watch(reference: weakref.ref[Watch]) -> None:
             )
             os.kill(os.getpid(), signal.SIGABRT)
         del watch
-        time.sleep(0.5)
+        _ending.wait(0.5)
 
 
 class MessageWatch:
