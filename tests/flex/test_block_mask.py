@@ -91,18 +91,32 @@ def test_intervals_show_what_the_function_shows(name: str) -> None:
     assert (intervals.starts.diff(dim=2) >= 0).all() and intervals.starts.shape[2] <= masks.MOST_INTERVALS
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(40))
 def test_drawn_masks_have_torchs_lists(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when few blocks and few pairs are looked at in one step."""
     monkeypatch.setattr(module, "MOST_BLOCKS", [1 << 20, 7][seed % 2])
     monkeypatch.setattr(module, "MOST_PAIRS", [1 << 21, 100][seed // 2 % 2])
     drawn, size = draw(seed, "mask_mod"), [4, (8, 4), 16][seed % 3]
-    wanted = torch_flex.create_block_mask(drawn.function, *SIZES, "cpu", BLOCK_SIZE=size)
+
+    def of_i32(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """torch's function makes lists of i64 positions; its compiled kernels, and ours, have i32."""
+        return drawn.function(b.int(), h.int(), q.int(), kv.int())
+
+    wanted = torch_flex.create_block_mask(of_i32, *SIZES, "cpu", BLOCK_SIZE=size)
     same_lists(flashlane.create_block_mask(drawn.function, *SIZES, "cpu", BLOCK_SIZE=size), wanted)
-    whole = torch_flex.create_block_mask(drawn.function, *SIZES, "cpu", BLOCK_SIZE=size, separate_full_blocks=False)
+    whole = torch_flex.create_block_mask(of_i32, *SIZES, "cpu", BLOCK_SIZE=size, separate_full_blocks=False)
     same_lists(
         flashlane.create_block_mask(drawn.function, *SIZES, "cpu", BLOCK_SIZE=size, separate_full_blocks=False), whole
     )
+
+
+@pytest.mark.parametrize("factor", [30_000_000, 1103515245])
+def test_products_that_wrap_have_no_bounds(factor: int) -> None:
+    """Between positive ends a product of a block may be negative."""
+    made = flashlane.create_block_mask(lambda b, h, q, kv: q * factor > 0, None, None, 320, 64, "cpu", BLOCK_SIZE=32)
+    rows = (torch.arange(320, dtype=torch.int32) * factor > 0).split(32)
+    assert made.kv_num_blocks[0, 0].tolist() == [2 * bool(part.any() and not part.all()) for part in rows]
+    assert made.full_kv_num_blocks[0, 0].tolist() == [2 * bool(part.all()) for part in rows]
 
 
 def test_most_blocks_are_settled_without_their_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ ROUNDED = ("constant", "cast", "add", "sub", "mul", "div")
 """Operations whose results are rounded to their type."""
 RISING = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0), "erf": (-1.0, 1.0)}
 """Functions that rise from one limit to another."""
+EXACT = {"i32": 2.0**31 - 1, "i64": 2.0**53}
+"""Integers of each type up to this size do not wrap around, and are exact in f64."""
 APPROXIMATE = 2.0**-10
 """The largest relative error of a function of :data:`RISING`: that of the special-function unit's tanh, twice."""
 Pools = dict[tuple[int, tuple[tuple[int, int], ...]], tuple[torch.Tensor, torch.Tensor]]
@@ -93,10 +95,18 @@ def bounds(
         of_floats = e.op == "load" and e.dtype in FLOATING
         if of_floats or e.op in ("add", "sub", "mul", "floordiv", "remainder", "cast"):  # infinite bounds may give NaN
             low, high = low.nan_to_num(-INFINITY, INFINITY, -INFINITY), high.nan_to_num(INFINITY, INFINITY, -INFINITY)
+        if e.dtype in EXACT and e.operands:
+            low, high = _fitting(low, high, EXACT[e.dtype])
         if e.dtype == "bool" and low.dtype != torch.bool:
             low, high = low != 0, high != 0
         of_expression[e] = Bounds(low, high)
     return of_expression[root]
+
+
+def _fitting(low: torch.Tensor, high: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds of an integer that wraps around: nothing is known where one lies outside of the type."""
+    wraps = (low < -limit) | (high > limit)
+    return torch.where(wraps, -INFINITY, low), torch.where(wraps, INFINITY, high)
 
 
 def _rounded(
