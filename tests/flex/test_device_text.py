@@ -81,6 +81,35 @@ def test_floor_division_and_remainder_on_the_host(tmp_path: Path) -> None:
     assert torch.equal(found[0], mapped(score_mod, scores, tuple(scores.shape)))
 
 
+INTEGERS = {
+    "products that wrap": lambda q, kv: (q * 1103515245 + 12345) % 61 + (q * 69069 + kv * 1664525) // (1 << 20),
+    "sums that wrap": lambda q, kv: (q + (2**31 - 9)) // 3 % 1000 + ((-(2**31) + 5) - q) % 7,
+    "short types": lambda q, kv: q.to(torch.int8) // 7 + kv.to(torch.uint8) % 5 + (q.to(torch.uint8) << 3),
+    "shifts": lambda q, kv: ((q - kv) >> (kv % 5)) + ((q - kv) << (kv % 5)) + (q >> 3) + (kv << 2),
+    "no such place": lambda q, kv: ((q - kv) >> (kv - 3)) + ((q & 3) << (kv * 3 - 3)),
+    "in 64 bits": lambda q, kv: ((q.long() << 35) + (kv.long() << (kv + 30))) >> 33,
+    "bits": lambda q, kv: ((q - kv) ^ (q | 5)) + ((q - kv) & (kv - 9)) + (~q | kv),
+    "divided": lambda q, kv: torch.fmod(q - kv, 4 - kv * 2 + 1) + torch.div(q - kv, 5, rounding_mode="trunc"),
+}
+
+
+@pytest.mark.skipif(program_kernel.COMPILER is None, reason="no C++ compiler")
+def test_integers_are_torchs_on_the_host(tmp_path: Path) -> None:
+    """Of results that wrap around, short types, and shifts by any number of places; values below 2^24, exact in f32."""
+    scores, programs = torch.zeros(1, 1, 300, 41), {}
+    for name, function in INTEGERS.items():
+
+        def score_mod(score, b, h, q, kv, function=function):
+            return score + (function(q, kv) & 0xFFFF)
+
+        programs[name] = score_mod
+    built = {name: (*bind(f, None, torch.device("cpu")), scores) for name, f in programs.items()}
+    found = program_kernel.on_host(built, tmp_path)
+    for name, function in programs.items():
+        assert torch.equal(found[name][0], mapped(function, scores, tuple(scores.shape))), name
+    jit.compile(program_kernel.source(*(program for program, *_ in built.values())), "sm_90a")
+
+
 DISTANCES = {
     "q − kv": lambda s, b, h, q, kv: s - (q - kv),
     "linear": lambda s, b, h, q, kv: s + (kv - q) * 0.01,

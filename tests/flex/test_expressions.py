@@ -10,7 +10,8 @@ from support.programs import SIZES, draw
 from flashlane.flex import derivative
 from flashlane.flex.bind import bind
 from flashlane.flex.evaluate import evaluate
-from flashlane.flex.expression import input, make, may_be_negative, nodes
+from flashlane.flex.expression import input, make, nodes
+from flashlane.flex.integer_range import may_be_negative, may_wrap
 
 CPU = torch.device("cpu")
 
@@ -69,10 +70,12 @@ def test_drawn_functions_use_most_operations() -> None:
     """So that the tests above cannot pass by drawing trivial functions."""
     used = set()
     for seed in range(60):
-        program, _ = bind(draw(seed, "score_mod").function, None, CPU)
-        used |= {e.op for e in nodes(program.score)} if program.score is not None else set()
+        program, _ = bind(*(draw(seed, kind).function for kind in ("score_mod", "mask_mod")), CPU)
+        used |= {e.op for root in (program.score, program.mask) if root is not None for e in nodes(root)}
     wanted = {"add", "sub", "mul", "div", "tanh", "sigmoid", "sin", "cos", "exp", "log", "sqrt", "where", "abs", "neg"}
+    wanted_of_integers = {"shl", "shr", "and", "or", "xor", "not", "fmod", "remainder", "floordiv", "truncdiv"}
     assert wanted | {"maximum", "minimum", "cast", "load", "input", "constant"} <= used
+    assert wanted_of_integers <= used
 
 
 @pytest.mark.parametrize("divisor", [3, -3, 7])
@@ -103,6 +106,22 @@ def test_equal_expressions_are_one_object() -> None:
     assert make("sub", "i32", (q, kv)) is make("sub", "i32", (input("q"), input("kv")))
     assert make("sub", "i32", (q, kv)) is not make("sub", "i32", (kv, q))
     assert not may_be_negative(q) and may_be_negative(make("sub", "i32", (q, kv)))
+
+
+def test_ranges_of_integers_hold_their_values() -> None:
+    """Of every integer part of drawn programs; what may be negative, or may wrap, is a part's own range."""
+    seen = set()
+    for seed in range(60):
+        program, arguments = bind(None, draw(3000 + seed, "mask_mod").function, CPU)
+        parts = [e for e in nodes(program.mask) if e.dtype in ("i32", "i64")] if program.mask is not None else []
+        known: dict = {}
+        for e, value in zip(parts, evaluate(parts, places(SIZES), arguments.tensors, arguments.integers), strict=True):
+            seen.add((e.op, may_be_negative(e, known), may_wrap(e, known)))
+            assert may_be_negative(e, known) or (value >= 0).all(), e
+            if not may_wrap(e, known):
+                low, high = known[e]
+                assert low <= int(value.min()) and int(value.max()) <= high, e
+    assert {("shl", True, True), ("mul", True, True), ("and", False, False), ("remainder", False, False)} <= seen
 
 
 @pytest.mark.parametrize(("outside", "inside", "factor"), [(30, 30, None), (20, 10, 2.0), (-3, 3, -1.0)])

@@ -50,7 +50,7 @@ class _Draw:
         if depth <= 0:
             leaves = ["score", "score", "slope[h]", "row[b, q]", "pairs[q, kv]", "halves[kv]", "(q - kv) * slope[h]"]
             return self.random.choice([*leaves, "(score * 0 + 0.75)"])
-        a, b, kind = self.number(depth - 1), self.number(depth - 2), self.random.randrange(20)
+        a, b, kind = self.number(depth - 1), self.number(depth - 2), self.random.randrange(24)
         integer, truth = self.whole(depth - 2), self.truth(depth - 2)
         forms = [
             f"({a} + {b})",
@@ -73,6 +73,10 @@ class _Draw:
             f"torch.nn.functional.silu({a})",
             f"torch.tanh({a}) ** 2",
             f"torch.minimum(score + {a}, score * 2 + {b})",
+            f"(({a} + 0.28125) % 1.625)",
+            f"torch.fmod({a} + 0.28125, torch.abs({b}) + 1.25)",
+            f"(({a} + 0.28125) % (torch.abs({b}) + 1.25))",
+            f"torch.where(({integer} & 1) == 0, {a}, {b})",
         ]
         return f"({forms[kind]})"
 
@@ -83,7 +87,21 @@ class _Draw:
         c = self.random.choice([2, 3, 5, 8, 17, -3, -4])
         forms = [f"({a} + {b})", f"({a} - {b})", f"({a} * 3)", f"({a} // {c})", f"({a} % {c})", f"({a}).abs()"]
         forms += [f"({a} + {c})", f"torch.clamp({a}, {-abs(c)}, 30)", f"torch.where({self.truth(depth - 2)}, {a}, {b})"]
-        return self.random.choice([*forms, f"({a} & 7)", f"torch.minimum({a}, {a} - {b})"])
+        forms += [f"({a} & 7)", f"torch.minimum({a}, {a} - {b})"]
+        return self.random.choice([*forms, *self.of_bits(a, b, c), *self.divided(a, b, c)])
+
+    def of_bits(self, a: str, b: str, c: int) -> list[str]:
+        """Bitwise operations and shifts, also by more places than there are and by fewer than 0."""
+        forms = [f"({a} {op} {b})" for op in "&|^"] + [f"({a} ^ {c})", f"(~{a})"]
+        forms += [f"({a} << {abs(c) % 5})", f"({a} >> {abs(c) % 5})", f"({a} >> ({b} & 3))"]
+        return [*forms, f"(({a} & 15) << ({b} % 40))", f"({a} << (({b} & 1) * 33 - 1))", f"({a} >> (35 - {b}))"]
+
+    def divided(self, a: str, b: str, c: int) -> list[str]:
+        """Divisions and remainders by either sign, and of products that wrap around."""
+        forms = [f"torch.fmod({a}, {c})", f"torch.div({a}, {c}, rounding_mode='trunc')"]
+        divisor = f"(({b} & 7) * 2 - 7)"
+        forms += [f"({a} {op} {divisor})" for op in ("//", "%")] + [f"torch.fmod({a}, {divisor})"]
+        return [*forms, f"(({a} * 1103515245 + 12345) % 61)", f"(({a} * 69069 + {b} * 1664525) // {1 << 20})"]
 
     def truth(self, depth: int) -> str:
         if depth <= 0:

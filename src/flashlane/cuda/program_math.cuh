@@ -39,6 +39,29 @@ __device__ __forceinline__ long long place_of_any(Index i, int size) {
     return i < 0 ? 0 : place(i, size);
 }
 
+// Arithmetic whose result may not fit wraps around, as torch's does; for the compiler a signed result always fits.
+__device__ __forceinline__ int as_signed(unsigned x) { return static_cast<int>(x); }
+__device__ __forceinline__ long long as_signed(unsigned long long x) { return static_cast<long long>(x); }
+__device__ __forceinline__ unsigned as_unsigned(int x) { return static_cast<unsigned>(x); }
+__device__ __forceinline__ unsigned long long as_unsigned(long long x) { return static_cast<unsigned long long>(x); }
+template <typename T>
+__device__ __forceinline__ T wrapping_add(T a, T b) { return as_signed(as_unsigned(a) + as_unsigned(b)); }
+template <typename T>
+__device__ __forceinline__ T wrapping_sub(T a, T b) { return as_signed(as_unsigned(a) - as_unsigned(b)); }
+template <typename T>
+__device__ __forceinline__ T wrapping_mul(T a, T b) { return as_signed(as_unsigned(a) * as_unsigned(b)); }
+template <typename T>
+__device__ __forceinline__ T wrapping_neg(T a) { return as_signed(-as_unsigned(a)); }
+// A shift by fewer than 0 places, or by all of the type, leaves no bit but the sign of a shift to the right.
+template <typename T>
+__device__ __forceinline__ T shl(T a, T places) {
+    return as_unsigned(places) < sizeof(T) * 8 ? as_signed(as_unsigned(a) << places) : 0;
+}
+template <typename T>
+__device__ __forceinline__ T shr(T a, T places) {
+    return a >> (as_unsigned(places) < sizeof(T) * 8 ? places : static_cast<T>(sizeof(T) * 8 - 1));
+}
+
 template <typename T>
 __device__ __forceinline__ bool isnan(T x) { return x != x; }
 template <typename T>

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flashlane.flex.expression import FLOATING, Expression, inputs_of, nodes
+from flashlane.flex.integer_range import Known, may_round
 from flashlane.flex.program import torch_type
 
 INFINITY = float("inf")
@@ -72,6 +73,7 @@ def bounds(
     """
     of_expression: dict[Expression, Bounds] = {}
     pools: Pools = {}
+    ranges: Known = {}
     device = grid.first["q"].device
     for e in nodes(root):
         operands = [of_expression[operand] for operand in e.operands]
@@ -95,7 +97,7 @@ def bounds(
         of_floats = e.op == "load" and e.dtype in FLOATING
         if of_floats or e.op in ("add", "sub", "mul", "floordiv", "remainder", "cast"):  # infinite bounds may give NaN
             low, high = low.nan_to_num(-INFINITY, INFINITY, -INFINITY), high.nan_to_num(INFINITY, INFINITY, -INFINITY)
-        if e.dtype in EXACT and e.operands:
+        if e.dtype in EXACT and e.operands and e.op != "load" and may_round(e, ranges):
             low, high = _fitting(low, high, EXACT[e.dtype])
         if e.dtype == "bool" and low.dtype != torch.bool:
             low, high = low != 0, high != 0

@@ -13,10 +13,10 @@ from flashlane.flex.expression import (
     constant,
     inputs_of,
     is_constant,
-    may_be_negative,
     nodes,
     unary,
 )
+from flashlane.flex.integer_range import Known, may_be_negative, may_wrap
 
 C_TYPES = {"bool": "bool", "i32": "int", "i64": "long long", "f32": "float", "f64": "double"}
 C_TYPES |= dict.fromkeys(("u8", "i8", "i16"), "int") | dict.fromkeys(("f16", "bf16"), "float")
@@ -25,7 +25,7 @@ IN_MEMORY = {"u8": "unsigned char", "i8": "signed char", "i16": "short", "f16": 
 IN_MEMORY = {**C_TYPES, **IN_MEMORY}
 """C++ types of the elements of captured tensors."""
 
-_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
+_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
 _OPERATORS |= {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "truncdiv": "/"}
 _LIBRARY = "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh erf floor ceil trunc"
 _FUNCTIONS = {name: name for name in _LIBRARY.split()} | {"round": "rint", "pow": "pow", "atan2": "atan2"}
@@ -125,7 +125,7 @@ def body(
         approximate: whether the special-function unit computes an f32 tanh, with a relative error of 2^-11.
     """
     names: dict[Expression, str] = {}
-    negative: dict[Expression, bool] = {}
+    ranges: Known = {}
     lines: list[tuple[str, str]] = []
     for e in nodes(root):
         if e.op == "constant":
@@ -136,11 +136,11 @@ def body(
             name = names[e] = f"v{len(lines)}"
             arguments = [names[operand] for operand in e.operands]
             if e.op == "load":
-                text = _load(e, arguments, captured, negative)
+                text = _load(e, arguments, captured, ranges)
             elif approximate and e.op == "tanh" and e.dtype == "f32":
                 text = f"approximate_tanh({arguments[0]})"
             else:
-                text = _text(e, arguments, negative, short)
+                text = _text(e, arguments, ranges, short)
             lines.append((name, f"const {C_TYPES[e.dtype]} {name} = {text};"))
     return "\n".join([*_used(lines, {names[root]}), f"        return static_cast<{result}>({names[root]});"])
 
@@ -155,16 +155,16 @@ def _used(lines: list[tuple[str, str]], names: set[str]) -> list[str]:
     return kept[::-1]
 
 
-def _load(e: Expression, indices: list[str], captured: tuple[str, ...], negative: dict[Expression, bool]) -> str:
+def _load(e: Expression, indices: list[str], captured: tuple[str, ...], ranges: Known) -> str:
     i = e.value
     offset = ""
     for axis, (operand, index) in enumerate(zip(e.operands, indices, strict=True)):
-        place = "place_of_any" if may_be_negative(operand, negative) else "place"
+        place = "place_of_any" if may_be_negative(operand, ranges) else "place"
         offset += f" + program::{place}({index}, p.size[{i}][{axis}]) * p.stride[{i}][{axis}]"
     return f"program::read(static_cast<const {IN_MEMORY[captured[i]]}*>(p.data[{i}]){offset})"  # type: ignore[index]
 
 
-def _text(e: Expression, a: list[str], negative: dict[Expression, bool], short: bool) -> str:
+def _text(e: Expression, a: list[str], ranges: Known, short: bool) -> str:
     op, floating = e.op, e.operands and e.operands[0].dtype in ("f32", "f64")
     if op == "input":
         value = "product * scale" if e.value == "score" else e.value
@@ -186,6 +186,8 @@ def _text(e: Expression, a: list[str], negative: dict[Expression, bool], short: 
         return a[0]
     if op == "where":
         return f"{a[0]} ? {a[1]} : {a[2]}"
+    if (op in ("add", "sub", "mul", "neg") and not floating and may_wrap(e, ranges)) or op in ("shl", "shr"):
+        return _wrapping(e, a, ranges)
     if op == "neg":
         return f"-{a[0]}"
     if op == "not":
@@ -199,7 +201,7 @@ def _text(e: Expression, a: list[str], negative: dict[Expression, bool], short: 
     if (
         op in ("floordiv", "remainder")
         and not floating
-        and not any(may_be_negative(operand, negative) for operand in e.operands)
+        and not any(may_be_negative(operand, ranges) for operand in e.operands)
     ):
         return f"{a[0]} {'/' if op == 'floordiv' else '%'} {a[1]}"
     if op == "fmod" and not floating:
@@ -211,6 +213,15 @@ def _text(e: Expression, a: list[str], negative: dict[Expression, bool], short: 
     if op in _OPERATORS:
         return f"{a[0]} {_OPERATORS[op]} {a[1]}"
     return f"{_FUNCTIONS[op]}{'f' * (e.dtype == 'f32')}({', '.join(a)})"
+
+
+def _wrapping(e: Expression, a: list[str], ranges: Known) -> str:
+    """The text of an operation that C++ leaves undefined for some operands: where its result wraps, or by its shift."""
+    if e.op in ("shl", "shr") and not may_wrap(e, ranges) and not may_be_negative(e.operands[0], ranges):
+        amount = e.operands[1]
+        if amount.op == "constant" and 0 <= amount.value < 31:  # type: ignore[operator]
+            return f"{a[0]} {'<<' if e.op == 'shl' else '>>'} {a[1]}"
+    return f"program::{e.op if e.op in ('shl', 'shr') else f'wrapping_{e.op}'}({', '.join(a)})"
 
 
 def _divided(e: Expression, a: list[str]) -> str:

@@ -172,30 +172,3 @@ def render(e: Expression, depth: int = 6) -> str:
     if e.op == "load":
         return f"captured{e.value}[{inner}]"
     return f"{e.op if e.op != 'cast' else e.dtype}({inner})"
-
-
-def may_be_negative(e: Expression, known: dict[Expression, bool] | None = None) -> bool:
-    """Whether an integer expression may be below 0; False only where its form excludes that."""
-    known = {} if known is None else known
-    if e not in known:
-        known[e] = _may_be_negative(e, known)
-    return known[e]
-
-
-def _may_be_negative(e: Expression, cache: dict[Expression, bool]) -> bool:
-    if e.dtype in ("bool", "u8") or e.op == "input" or e.op == "abs":
-        return False
-    if e.op == "constant":
-        return e.value < 0  # type: ignore[operator]
-    if e.op == "integer":
-        return bool(e.value[1])  # type: ignore[index]
-    operands = [operand for operand in e.operands if operand.dtype != "bool" or e.op != "where"]
-    if e.op in ("add", "mul", "floordiv", "truncdiv", "minimum", "where", "or", "shr", "fmod"):
-        return any(may_be_negative(operand, cache) for operand in operands)
-    if e.op in ("maximum", "and"):
-        return all(may_be_negative(operand, cache) for operand in operands)
-    if e.op == "remainder":
-        return may_be_negative(e.operands[1], cache)
-    if e.op == "cast":
-        return e.operands[0].dtype in FLOATING or may_be_negative(e.operands[0], cache)
-    return True

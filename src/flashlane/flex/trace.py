@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashlane.flex import aten
 from flashlane.flex.expression import Expression, cast, input, make
+from flashlane.flex.integer_range import SMALL
 from flashlane.flex.program import short_name
 
 MOST_INTEGERS = 32
@@ -229,8 +230,8 @@ class _Translation:
         return make("load", short_name(value.dtype), view.indices, number)  # type: ignore[arg-type]
 
     def integer(self, number: int) -> Expression:
-        """An integer as a launch parameter; a constant for −1, 0, 1, what i32 does not hold, and beyond the limit."""
-        if abs(number) < 2 or not -(2**31) <= number < 2**31 or len(self.integers) == MOST_INTEGERS:
+        """An integer as a launch parameter; a constant for −1, 0, 1, large numbers, and beyond the limit."""
+        if abs(number) < 2 or abs(number) >= SMALL or len(self.integers) == MOST_INTEGERS:
             return aten.number(number, "i32" if -(2**31) <= number < 2**31 else "i64")
         self.integers.append(number)
         return make("integer", "i32", value=(len(self.integers) - 1, number < 0))
