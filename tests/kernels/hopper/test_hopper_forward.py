@@ -377,7 +377,7 @@ def test_two_ctas_of_a_cluster_share_a_tile(launches: Launches) -> None:
     assert queries.box == (64, 1, 192, 1, 1) and keys.box == values.box == (64, 40, 1, 1)
     assert "__cluster_dims__(2, 1, 1)" in dict(config.source().headers)["hopper_clustered.cuh"]
     # Not where one CTA has all rows, where lengths differ or keys are split.
-    few = {"batch": 1, "heads": 4}
+    few = {"batch": 1, "heads": 4, "num_splits": 3}
     for changes in ({"seqlen_q": 192}, {"varlen": True}, {"seqused_k": True}, {"page_size": 64}, few):
         assert select.specialise(tile, replace(problem, kv_heads=4, **changes)).cluster == 1, changes
     odd = replace(problem, batch=1, heads=1, kv_heads=1, seqlen_q=40000)

@@ -76,6 +76,14 @@ def test_few_rows_are_those_of_one_tile_with_the_rows_of_no_head(queries: int, g
     assert select.has_few_rows(problem_of(queries, 4000, heads=4 * group, kv_heads=4)) == few
 
 
+def test_splits_pay_for_their_partial_results() -> None:
+    """84 tiles of 12 blocks: three splits would fill two waves, and write and read 26 MB. 16 tiles of 256 have many."""
+    problem = problem_of(722, 722, heads=14, kv_heads=14, head_dim=216, head_dim_v=216)
+    assert select.splits_of(problem, select.config_for(problem)) == 1
+    problem = problem_of(256, 32768, heads=8, kv_heads=8, head_dim=128, head_dim_v=128)
+    assert 6 <= select.splits_of(problem, select.config_for(problem)) <= 8
+
+
 def test_splits_of_few_rows_fill_the_last_wave() -> None:
     """184 tiles are a wave and a half of 132 SMs; 396 are three."""
     for batch, heads, keys, splits in ((23, 48, 12102, True), (33, 60, 3300, False)):

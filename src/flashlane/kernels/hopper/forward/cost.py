@@ -33,6 +33,10 @@ although it has 2.8 % more cycles; short rounds predict 4 % more (docs/notebook/
 deferred maximum clusters are 4 to 5 % faster than single CTAs of D 96 and 128 (notebook 0032)."""
 
 
+PARTIAL_RATE = 3.5e6
+"""Bytes a microsecond in which partial results in f32 are written, and read again to combine them."""
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What reading K and V again from device memory costs."""
@@ -141,7 +145,7 @@ class Launch:
         if self.problem.varlen:
             return self.least(heads_per_section)
         if self.splits > 1:
-            return 2 * self.traffic.launch + makespan(self.costs, [self.heads * self.splits], self.workers)
+            return self._combining() + makespan(self.costs, [self.heads * self.splits], self.workers)
         section = min(self.heads, heads_per_section)
         time = busy(self.costs, self.heads, section, self.workers) * self.power
         return self.traffic.launch + time * self._slowdown(section)
@@ -153,8 +157,14 @@ class Launch:
         if self._least is None:
             self._least = least_makespan(self.costs, self.heads * self.splits, self.workers)
         if self.splits > 1:
-            return 2 * self.traffic.launch + self._least
+            return self._combining() + self._least
         return self.traffic.launch + self._least * self.power * self._slowdown(min(self.heads, heads_per_section))
+
+    def _combining(self) -> float:
+        """Microseconds of both launches where keys are split, without tiles, and of the partial results."""
+        rows = self.problem.batch * self.problem.heads * self.problem.seqlen_q
+        partial = 4 * self.splits * rows * self.problem.head_dim_v
+        return 2 * self.traffic.launch + 2 * partial / PARTIAL_RATE
 
     def _slowdown(self, section: int) -> float:
         return slowdown(self.problem, self.config, section, self.costs, self.one.block, self.traffic)

@@ -241,14 +241,16 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
     """Parts that a problem's keys are split into, of whole n-blocks: ``num_splits``, or as many as fill the SMs.
 
-    Few rows read K and V as fast as memory delivers: the number of splits is then that of the least predicted time.
+    Few rows read K and V as fast as memory delivers: the number of splits is then that of the least predicted time. Of
+    other dense tensors it is, too, where splits may pay: their partial results are written and read again.
     """
     pack, block_m, block_n = config.pack_gqa, config.block_m, config.block_n
     if problem.varlen or problem.num_splits == 1:
         return 1
     m_blocks = tile_scheduler.ceil_div(problem.seqlen_q * pack, block_m)
     work_tiles = problem.batch * problem.heads // config.packed_heads * config.v_slices * m_blocks
-    by_memory = not problem.num_splits and has_few_rows(problem) and SeqlenConfig.of(problem).dense
+    dense = SeqlenConfig.of(problem).dense
+    by_memory = not problem.num_splits and has_few_rows(problem) and dense
     if not (problem.num_splits or by_memory) and tile_scheduler.fills(work_tiles):
         return 1
     last = range(max(0, m_blocks - 4), m_blocks)
@@ -258,7 +260,11 @@ def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
         return problem.kv_splits(longest)
     if by_memory and longest:
         return split_kv.split_count(_memory_work(problem, config, work_tiles, longest), tile_scheduler.MAX_SPLITS)
-    return tile_scheduler.splits_of(work_tiles, longest)
+    splits = tile_scheduler.splits_of(work_tiles, longest)
+    if splits == 1 or not dense:
+        return splits
+    most = tile_scheduler.most_splits(work_tiles, longest)
+    return min(range(1, most + 1), key=lambda n: cost.Launch(problem, config, n).predicted(1))
 
 
 def _memory_work(problem: AttentionProblem, config: HopperConfig, tiles: int, blocks: int) -> split_kv.Work:

@@ -53,6 +53,11 @@ def fills(tiles: int, sms: int = SMS) -> bool:
     return tiles >= FULL_ENOUGH * sms
 
 
+def most_splits(tiles: int, blocks: int, sms: int = SMS) -> int:
+    """The most parts of the keys that are worth a look: no more than twice as many as fill the SMs."""
+    return min(MAX_SPLITS, blocks // MIN_BLOCKS, max(1, 2 * sms // tiles))
+
+
 def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
     """Parts that the keys are split into: 1 where the tiles fill the SMs, else the fewest that nearly fill them best.
 
@@ -63,7 +68,7 @@ def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
     """
     if fills(tiles, sms) or blocks < WORTH_SPLITTING or tiles == 0:
         return 1
-    most = min(MAX_SPLITS, blocks // MIN_BLOCKS, max(1, 2 * sms // tiles))
+    most = most_splits(tiles, blocks, sms)
     # Parts have whole n-blocks: what counts is how long the longest part takes, over how long equal shares would take.
     efficiency = {}
     for splits in range(1, most + 1):
