@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
+
+from flashlane.core.problem import AttentionProblem
 
 COPY_RATE = 4.46
 """MB a microsecond that all SMs read together. This and the numbers below were fitted to 36 problems on an H200
 (benchmarks/archive/decode_combine.json), and to the choices of docs/notebook/0004-decode.md."""
 SM_RATE = 0.047
 """MB a microsecond that an SM reads at most."""
+ALONE = 0.8
+"""The share of it that a CTA asks for which is made for an SM with others, and has it for itself."""
 WAVE_TIME = 2.0
 """Microseconds that a wave of CTAs starts and ends, where an SM has one."""
 SHARED_WAVE_TIME = 2.5
@@ -18,6 +23,15 @@ LAST_WAVE = 0.95
 """The time of a last wave over what its CTAs would take by themselves: the wave before has not quite ended."""
 COMBINE_TIME, SPLIT_TIME, SUMS_TIME = 1.8, 0.1, 2.2
 """Microseconds of combining splits: for any number, for each split, and for each thousand sums of an output tile."""
+PASS_TIME = 3.0
+"""Microseconds of each further pass of a combine whose splits do not fit its shared memory together. This, ALONE, and
+that CTAs of one SM compute no faster than one, were found with 214 problems whose lengths are on the device, on an H200
+(benchmarks/results/decode_lengths.json)."""
+
+
+def lengths_differ(problem: AttentionProblem) -> bool:
+    """Whether sequences may have different lengths, which the host does not know."""
+    return problem.batch > 1 and (problem.varlen or problem.seqused_k or problem.leftpad_k)
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,10 @@ class Work:
     """SMs that a CTA, or a cluster, has."""
     combine_launch: float = 0.0
     """Microseconds of a launch that combines the splits, where there is one."""
+    scratch: int = 0
+    """Bytes of shared memory in which the last CTA combines the splits of its sums; 0 where a launch does."""
+    rows: int = 0
+    """Rows whose statistics lie there for each split, of 8 bytes each."""
 
     def microseconds(self, splits: int) -> float:
         """The predicted time with so many splits, without that of a launch."""
@@ -52,12 +70,20 @@ class Work:
             time += self._wave(more, each) * (LAST_WAVE if waves else 1.0)
         time += (waves + (more > 0)) * (WAVE_TIME if self.sms_of_one >= 1 else SHARED_WAVE_TIME)
         combine = COMBINE_TIME + self.combine_launch + SPLIT_TIME * splits + SUMS_TIME * self.sums / 1000
-        return time + combine * (splits > 1)
+        return time + (combine + PASS_TIME * (self._passes(splits) - 1)) * (splits > 1)
+
+    def _passes(self, splits: int) -> int:
+        """In how many passes a CTA combines its sums: four of each split, and all statistics, fit its shared memory."""
+        if not self.scratch:
+            return 1
+        at_once = max(1, (self.scratch - 8 * self.rows * splits) // (16 * splits))
+        return math.ceil(self.sums / 4 / max(1.0, self.sms_of_one) / at_once)
 
     def _wave(self, ctas: int, steps: int) -> float:
         """Microseconds of so many CTAs, or clusters, that begin together."""
         of_one = self.step_bytes / 1e6 / self.step_time
-        rate = min(COPY_RATE, ctas * of_one, min(self.sms, ctas * max(1.0, self.sms_of_one)) * SM_RATE)
+        reading = ctas * (self.sms_of_one if self.sms_of_one >= 1 else ALONE)
+        rate = min(COPY_RATE, min(ctas, self.sms) * of_one, min(self.sms, reading) * SM_RATE)
         return ctas * steps * self.step_bytes / 1e6 / rate
 
 

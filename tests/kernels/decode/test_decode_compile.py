@@ -22,7 +22,7 @@ from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.kernels import split_kv
 from flashlane.kernels.decode import decode
 from flashlane.kernels.decode import select as rules
-from flashlane.kernels.decode.config import DecodeConfig
+from flashlane.kernels.decode.config import MAX_SPLITS, DecodeConfig
 from flashlane.kernels.decode.select import config_for, splits_for, stream_k_ctas
 from flashlane.kernels.tile_layout import TileLayout
 from flashlane.reference.naive import reference_attention
@@ -132,11 +132,8 @@ def test_split_counts_are_possible() -> None:
     for tiles, steps, resident in itertools.product(
         (1, 3, 8, 66, 100, 512, 5000), (0, 1, 7, 64, 1024, 8192), (1, 132, 264)
     ):
-        most = max(1, min(rules.MAX_SPLITS, steps))
-        assert 1 <= split_kv.split_count(work(tiles, steps, resident), rules.MAX_SPLITS) <= most
-        assert 1 <= rules.uneven_split_count(tiles, steps, resident) <= most
-        if tiles >= rules.UNEVEN_WAVES * resident:
-            assert rules.uneven_split_count(tiles, steps, resident) == 1
+        most = max(1, min(MAX_SPLITS, steps))
+        assert 1 <= split_kv.split_count(work(tiles, steps, resident), MAX_SPLITS) <= most
 
 
 def test_the_time_of_splits_by_hand() -> None:
@@ -154,7 +151,39 @@ def test_split_count_has_the_least_time() -> None:
     for tiles, steps, resident in itertools.product((1, 5, 8, 40, 100, 130, 300, 512), (1, 8, 33, 512), (66, 132, 264)):
         asked = work(tiles, steps, resident)
         best = min(asked.microseconds(splits) for splits in range(1, min(steps, 128) + 1))
-        assert asked.microseconds(split_kv.split_count(asked, rules.MAX_SPLITS)) == pytest.approx(best)
+        assert asked.microseconds(split_kv.split_count(asked, MAX_SPLITS)) == pytest.approx(best)
+
+
+def test_splits_are_combined_in_passes() -> None:
+    """2,048 vectors of 64 rows in 64 KiB: with 16 splits 224 of them at once, with 126 splits one."""
+    one = replace(work(4, 1008, 132, sums=8192), sms_of_one=1.0)
+    combined = replace(one, scratch=65536, rows=64)
+    for splits, passes in ((1, 1), (16, 10), (126, 2048)):
+        assert combined.microseconds(splits) - one.microseconds(splits) == pytest.approx(
+            split_kv.PASS_TIME * (passes - 1) * (splits > 1)
+        )
+
+
+def test_a_cta_that_shares_an_sm_reads_less_by_itself() -> None:
+    """100 CTAs of a configuration that an SM has two of, and as many that have an SM each."""
+    shared, alone = (work(100, 64, held).microseconds(1) for held in (264, 132))
+    moved = 100 * 64 * 0.065536
+    assert alone - split_kv.WAVE_TIME == pytest.approx(moved / split_kv.COPY_RATE)
+    assert shared - split_kv.SHARED_WAVE_TIME == pytest.approx(moved / (80 * split_kv.SM_RATE))
+    # Two on an SM compute no faster than one.
+    slow = replace(work(264, 64, 264), step_time=56.0)
+    assert slow.microseconds(1) - split_kv.SHARED_WAVE_TIME == pytest.approx(2 * 64 * 56.0)
+
+
+@pytest.mark.parametrize("rows", (4, 20, 32, 64))
+def test_lengths_on_the_device_have_few_splits(rows: int) -> None:
+    """Two sequences of two KV heads: with 2 waves of CTAs the last one of each tile combined for up to 7 ms."""
+    for head_dim in (64, 128):
+        sizes = {"batch": 2, "heads": 2 * rows, "kv_heads": 2, "seqlen_k": 16384}
+        problem = replace(BASE, head_dim=head_dim, head_dim_v=head_dim, seqused_k=True, **sizes)
+        config = config_for(problem)
+        splits = splits_for(problem, config, rules.output_tiles(problem, config.rows), 132 * config.min_blocks)
+        assert 8 <= splits <= 34
 
 
 def chosen(tma: bool = True, **change: Any) -> tuple[int, int, int] | int:
@@ -173,7 +202,7 @@ def test_what_an_h200_runs_row_by_row() -> None:
     assert rows(seqlen_k=1024) == (8, 8, 1)  # one cluster an item: no work space
     assert rows() == (8, 1, 16)  # 128 large CTAs
     assert rows(batch=64, seqlen_k=1024) == (4, 1, 1)  # more tiles than SMs: two small CTAs an SM
-    assert rows(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves
+    assert rows(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 1)  # as long as they may be: 128 tiles
     assert rows(seqlen_q=8) == (4, 2, 8)
 
 
@@ -193,7 +222,7 @@ def test_what_an_h200_runs() -> None:
     assert chosen(batch=11, heads=8, kv_heads=4, seqlen_k=64145) == (8, 1, 3)  # 132 CTAs; 88 read 12 % slower
     assert chosen(batch=32, seqlen_k=4096) == (4, 1, 1)  # 256 tiles at once: two small CTAs an SM
     assert chosen(batch=128, seqlen_k=1024) == (4, 1, 1)
-    assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # unknown lengths: two waves
+    assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 1)  # as long as they may be: 128 tiles
     assert chosen(seqused_k=True) == chosen()  # of one sequence they cannot differ
     assert chosen(seqlen_q=8) == (4, 2, 8)
     # 90 and 328 tiles of 20 rows at D 192: what splits cost is more than idle SMs (docs/notebook/0032).
@@ -229,7 +258,13 @@ def test_refusals_name_the_reason() -> None:
 
 def test_auto_takes_it_where_rows_are_few() -> None:
     assert dispatch.select(BASE) is KERNEL
-    assert dispatch.select(replace(BASE, seqlen_q=16)) is KERNEL
+    assert dispatch.select(replace(BASE, seqlen_q=8)) is KERNEL
+    hopper = registry.get("hopper(wgmma+tma)")
+    for change in ({}, {"seqused_k": True}, {"seqused_k": True, "page_size": 64}, {"batch": 16, "seqused_k": True}):
+        assert dispatch.select(replace(BASE, seqlen_q=16, **change)) is hopper, change
+        assert dispatch.select(replace(BASE, seqlen_q=8, **change)) is KERNEL, change
+    for change in ({"seqlen_k": 128}, {"window_left": 4096}):
+        assert dispatch.select(replace(BASE, batch=1, kv_heads=1, heads=4, seqlen_q=16, **change)) is KERNEL, change
     assert dispatch.select(replace(BASE, seqlen_q=2048, seqlen_k=2048)) is not KERNEL
 
 

@@ -88,6 +88,11 @@ class DecodeConfig:
         return self.stage_bytes // self._split_bytes if self.tma else MAX_SPLITS
 
     @property
+    def scratch(self) -> int:
+        """Bytes of shared memory in which a CTA's sums, and then those of splits, are combined."""
+        return self.stage_bytes if self.tma else self.regions["stages"]
+
+    @property
     def _split_bytes(self) -> int:
         """Bytes of a split's statistics and of four of its sums."""
         return 8 * self.rows + 16

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.decode.config import MAX_SPLITS, DecodeConfig
+from flashlane.kernels.decode.config import DecodeConfig
 from flashlane.kernels.decode.tables import (
     CLUSTERS,
     COMPARED,
@@ -25,7 +25,7 @@ from flashlane.kernels.decode.tables import (
 )
 from flashlane.kernels.grid_cost import SMS
 from flashlane.kernels.score import ScoreConfig
-from flashlane.kernels.split_kv import Work, split_count
+from flashlane.kernels.split_kv import Work, lengths_differ, split_count
 
 IN_FLIGHT = 96 << 10
 """Bytes of K and V that an SM should have in flight. An H200's SM takes 32.5 bytes a nanosecond at the copy rate, and a
@@ -49,11 +49,6 @@ def keys_of(problem: AttentionProblem) -> int:
         right = problem.window_right if problem.window_right >= 0 else keys
         keys = min(keys, problem.window_left + right + problem.seqlen_q)
     return keys
-
-
-def lengths_differ(problem: AttentionProblem) -> bool:
-    """Whether sequences may have different lengths, which the host does not know."""
-    return problem.batch > 1 and (problem.varlen or problem.seqused_k or problem.leftpad_k)
 
 
 def workload_of(problem: AttentionProblem, rows: int) -> Workload:
@@ -183,10 +178,6 @@ def stages_wanted(config: DecodeConfig) -> int:
 TILE_TIME, COLUMNS_TIME, WARP_TIME = 0.209, 0.263, 0.097
 """Microseconds that a warp group takes for its tile of a step: for any tile; for 16 keys of 128 columns; and the share
 by which each further warp of the group makes the second longer."""
-UNEVEN_WAVES = 2
-"""Waves of CTAs where sequences may have different lengths."""
-LEAST_STEPS = 4
-"""The fewest steps of a split there."""
 
 
 def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, resident: int, sms: int) -> Work:
@@ -200,27 +191,21 @@ def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, residen
     return Work(
         tiles, -(-keys_of(problem) // (config.step * config.cluster)), max(1, held), sms,
         config.cluster * config.step * 2 * (config.head_dim + config.head_dim_v), time,
-        min(config.rows, rows_of(problem)) * config.head_dim_v, of_one,
+        min(config.rows, rows_of(problem)) * config.head_dim_v, of_one, scratch=config.scratch, rows=config.rows,
     )  # fmt: skip
-
-
-def uneven_split_count(tiles: int, steps: int, resident: int, most: int = MAX_SPLITS) -> int:
-    """The same where tiles may have fewer steps: enough for two waves."""
-    return max(1, min(most, steps, UNEVEN_WAVES * resident // max(1, tiles), steps // LEAST_STEPS))
 
 
 def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resident: int) -> int:
     """The most splits of an output tile.
 
     ``num_splits`` decides, up to one split for each step. Without it that of the least predicted time is chosen for a
-    GPU that holds ``resident`` CTAs, with no more clusters than it holds at once.
+    GPU that holds ``resident`` CTAs, with no more clusters than it holds at once. Where lengths are on the device the
+    time is that of sequences as long as they may be.
     """
     work = work_of(problem, config, tiles, resident, SMS.get(problem.arch, 132))
     if problem.num_splits:
         return min(config.max_splits, problem.kv_splits(work.steps))
     most = min(config.max_splits, max(1, work.held // tiles)) if config.cluster > 1 else config.max_splits
-    if lengths_differ(problem):
-        return uneven_split_count(tiles, work.steps, work.held, most)
     return split_count(work, most)
 
 

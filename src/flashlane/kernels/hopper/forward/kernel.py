@@ -15,12 +15,12 @@ from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
 from flashlane.core.registry import BEFORE_DECODE, DeviceKernel, Repeat, Resources, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
-from flashlane.kernels.hopper.arch import ARCH, SMS
+from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.forward import ranged, select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.hopper.forward.launch import PreparedForward, config_and_splits, plain_inputs, sources_of
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
-from flashlane.kernels.seqlen import SEQLEN_EXAMPLES, SeqlenConfig
+from flashlane.kernels.seqlen import SEQLEN_EXAMPLES
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 1024
@@ -34,9 +34,12 @@ keys took it 9.8 µs, and this one 16 (benchmarks/results/auto_check.json)."""
 FEW_TILES_KEYS = range(512, 1025)
 ROWS_BEFORE_DECODE = range(CONSUMER_ROWS // 2 + 1, CONSUMER_ROWS + 1)
 """Rows of a key/value head for which wgmma tiles are faster than the decode kernel's of mma.sync, whose time they
-double: 1.35 to 1.9 times with 64 rows, level with 32 (benchmarks/archive/forward_orders.json)."""
-TILES_BEFORE_DECODE = 16
-"""Fewer were not timed, but for 12, which were level."""
+double: 1.35 to 1.9 times with 64 rows, level with 32 (benchmarks/archive/forward_orders.json). Of caches with lengths
+on the device they are ahead of any number of splits of the decode kernel in all of 84 problems of 36 and 64 rows and
+2,048 to 65,536 keys (benchmarks/results/decode_lengths.json)."""
+CTAS_BEFORE_DECODE = 16
+"""Tiles with their splits from which that holds: with 4 and 8 the decode kernel took 0.74 to 0.97 of the time, with 16
+to 56 1.08 to 2.3 times (the same file)."""
 MOST_DIVIDED = 16
 """The most ranges of a launch that are divided so that their last tiles are full: each becomes two sequences."""
 BEHIND_MMA = 10.5
@@ -196,18 +199,16 @@ class HopperForward(DeviceKernel):
 
 
 def _outruns_decode(problem: AttentionProblem) -> bool:
-    """Whether a tile packs all rows of a key/value head, and tiles with their splits occupy half of the SMs or more.
+    """Whether a tile packs all rows of a key/value head, and tiles with their splits are not too few.
 
-    That was timed with all keys of dense sequences. The decode kernel has splits for lengths that the host does not
-    know.
+    Packed sequences have no splits here, and windows were not timed.
     """
     rows = problem.seqlen_q * problem.group
     if rows not in ROWS_BEFORE_DECODE or not select.has_few_rows(problem) or problem.window_left >= 0:
         return False
-    if not SeqlenConfig.of(problem).dense or KERNEL.supports(problem) is not None:
+    if problem.varlen or KERNEL.supports(problem) is not None:
         return False
-    tiles = problem.batch * problem.kv_heads
-    return tiles >= TILES_BEFORE_DECODE and 2 * tiles * select.splits_of(problem, _config(problem)) >= SMS
+    return problem.batch * problem.kv_heads * select.splits_of(problem, _config(problem)) >= CTAS_BEFORE_DECODE
 
 
 @memoised

@@ -241,8 +241,9 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
     """Parts that a problem's keys are split into, of whole n-blocks: ``num_splits``, or as many as fill the SMs.
 
-    Few rows read K and V as fast as memory delivers: the number of splits is then that of the least predicted time. Of
-    other dense tensors it is, too, where splits may pay: their partial results are written and read again.
+    Few rows read K and V as fast as memory delivers: the number of splits is then that of the least predicted time,
+    unless sequences may be shorter. Of other dense tensors it is, too, where splits may pay: their partial results are
+    written and read again.
     """
     pack, block_m, block_n = config.pack_gqa, config.block_m, config.block_n
     if problem.varlen or problem.num_splits == 1:
@@ -250,7 +251,7 @@ def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
     m_blocks = tile_scheduler.ceil_div(problem.seqlen_q * pack, block_m)
     work_tiles = problem.batch * problem.heads // config.packed_heads * config.v_slices * m_blocks
     dense = SeqlenConfig.of(problem).dense
-    by_memory = not problem.num_splits and has_few_rows(problem) and dense
+    by_memory = not problem.num_splits and has_few_rows(problem) and not split_kv.lengths_differ(problem)
     if not (problem.num_splits or by_memory) and tile_scheduler.fills(work_tiles):
         return 1
     last = range(max(0, m_blocks - 4), m_blocks)
