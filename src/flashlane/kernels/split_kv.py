@@ -26,7 +26,7 @@ COMBINE_TIME, SPLIT_TIME, SUMS_TIME = 1.8, 0.1, 2.2
 PASS_TIME = 3.0
 """Microseconds of each further pass of a combine whose splits do not fit its shared memory together. This, ALONE, and
 that CTAs of one SM compute no faster than one, were found with 214 problems whose lengths are on the device, on an H200
-(benchmarks/results/decode_lengths.json)."""
+(benchmarks/archive/decode_lengths_fit.json)."""
 
 
 def lengths_differ(problem: AttentionProblem) -> bool:

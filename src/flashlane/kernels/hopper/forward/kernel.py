@@ -36,10 +36,10 @@ ROWS_BEFORE_DECODE = range(CONSUMER_ROWS // 2 + 1, CONSUMER_ROWS + 1)
 """Rows of a key/value head for which wgmma tiles are faster than the decode kernel's of mma.sync, whose time they
 double: 1.35 to 1.9 times with 64 rows, level with 32 (benchmarks/archive/forward_orders.json). Of caches with lengths
 on the device they are ahead of any number of splits of the decode kernel in all of 84 problems of 36 and 64 rows and
-2,048 to 65,536 keys (benchmarks/results/decode_lengths.json)."""
+2,048 to 65,536 keys (benchmarks/archive/decode_lengths_fit.json)."""
 CTAS_BEFORE_DECODE = 16
 """Tiles with their splits from which that holds: with 4 and 8 the decode kernel took 0.74 to 0.97 of the time, with 16
-to 56 1.08 to 2.3 times (the same file)."""
+to 56 1.08 to 2.3 times (notebook 0038)."""
 MOST_DIVIDED = 16
 """The most ranges of a launch that are divided so that their last tiles are full: each becomes two sequences."""
 BEHIND_MMA = 10.5
