@@ -117,17 +117,14 @@ class Case:
             return float("inf")
         queries, group = self.problem["sq"], self.problem["group"]
         keys = self.problem["n"] if self.lengths is None else int(self.lengths[sequence])
-        parts = (t[sequence] if self.table is None else t[self.table[sequence].long()].flatten(0, 1) for t in self.kv)
+        both = self.k, self.v
+        parts = (t[sequence] if self.table is None else t[self.table[sequence].long()].flatten(0, 1) for t in both)
         k, v = (t[:keys].double().repeat_interleave(group, 1) for t in parts)
         scores = torch.einsum("qhd,khd->hqk", self.q[sequence].double(), k) * self.q.shape[-1] ** -0.5
         rows = torch.arange(queries, device=out.device)[:, None]
         scores.masked_fill_(torch.arange(keys, device=out.device) > rows + keys - queries, float("-inf"))
         expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0), v)
         return float((out[sequence].double() - expected).norm() / expected.norm().clamp(min=1e-30))
-
-    @property
-    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.k, self.v
 
 
 def row_of(problem: dict[str, Any], number: int, splits: bool, device: torch.device) -> dict[str, Any]:
