@@ -63,7 +63,7 @@ class Work:
     def microseconds(self, splits: int) -> float:
         """The predicted time with so many splits, without that of a launch."""
         each = -(-self.steps // splits)
-        splits = -(-self.steps // max(1, each))
+        splits = max(1, -(-self.steps // max(1, each)))
         waves, more = divmod(self.tiles * splits, self.held)
         time = waves * self._wave(self.held, each)
         if more:
