@@ -1,16 +1,17 @@
 """Time flashlane next to its peers on problems drawn at random: what a claim to be faster in general rests on.
 
-    PYTHONPATH=src python3 benchmarks/scripts/drawn.py --seed 1000 --count 60 [--kind dense,packed,window,decode]
+    PYTHONPATH=src python3 benchmarks/scripts/drawn.py --seed 1000 --count 60 [--kind dense,packed,window,decode,cache]
         [--direction forward,backward] [--protocol both] [--peers cudnn,fa2,fa4] [--candidates] [--seconds 200]
     PYTHONPATH=src python3 benchmarks/scripts/drawn.py --lists packed:backward:1000:60,dense:backward:1001:200
 
 Each problem follows from kind, seed and number (flashlane.bench.measure.drawn.TIMED). benchmarks/seeds.json says which
 seeds are for fitting and which for judging. Everything is compiled first, in threads. Each implementation is checked
 (flashlane.bench.measure.sampled_check), runs by itself for 25 ms and is timed through its public function, in rounds of
-drawn order: steady (back to back) and flushed (L2 flushed before each call). A peer that is far behind another one at
-its first calls, under each protocol, is not timed further. ``--candidates`` also times the other configurations of our
-kernel. A file a kind and direction, drawn_DIRECTION_KIND_SEED.json, is written again after each problem, and a further
-run adds what it lacks. ``--show FILE...`` prints and draws existing files, without a GPU.
+drawn order: steady (back to back) and flushed (L2 flushed before each call), or by replays of CUDA graphs, without the
+host's time. A peer that is far behind another one at its first calls, under each protocol, is not timed further.
+``--candidates`` also times the other configurations of our kernel, or for few queries other numbers of splits. A file a
+kind and direction, drawn_DIRECTION_KIND_SEED.json, is written again after each problem, and a further run adds what it
+lacks. ``--show FILE...`` prints and draws existing files, without a GPU.
 
 Where the environment names a compile cache of FlashAttention-4 (tools/fa4_cache.py --drawn makes one), kernels that it
 lacks are not compiled, which takes ten seconds each; that peer is then absent. tools/ahead.py --drawn compiles ours on
@@ -45,12 +46,13 @@ from flashlane.bench.measure.drawn import TIMED, timed
 from flashlane.bench.measure.drawn_case import Case
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.flops import WORK, Direction
-from flashlane.bench.measure.implementations import Implementation, Work, prepare
+from flashlane.bench.measure.implementations import Implementation, Work, prepare, public_call
 from flashlane.bench.measure.peers import Peer
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import write_atomically
 from flashlane.bench.measure.runner import BrokenContext, explained, out_of_memory, stop_if_broken, synchronize
 from flashlane.bench.measure.sampled_check import SampledOracle
+from flashlane.bench.measure.timing import PROTOCOLS as ALL_PROTOCOLS
 from flashlane.bench.measure.timing import Clock, Settings, Timing, TimingProtocol, clocks_for, measure_by
 from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem, arch_of
@@ -66,6 +68,9 @@ Share = tuple[int, int]
 PROTOCOLS: tuple[TimingProtocol, ...] = ("steady", "flushed")
 """The steady timing comes right after an implementation has run by itself."""
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+FORWARD_ONLY = ("decode", "cache")
+"""Kinds of few queries, whose candidates are numbers of splits of the keys."""
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_FLOP = {"forward": 2e12, "backward": 3e12 / WORK["backward"]}
 """Of the forward pass of a problem, by the direction that is timed."""
 MARGIN = 1.3
@@ -104,7 +109,7 @@ class ProblemList:
 def lists_of(kinds: Sequence[str], directions: Sequence[Direction], seed: int, count: int) -> list[ProblemList]:
     """Every kind in every direction that it has: decoding has no backward."""
     pairs = [(kind, direction) for direction in directions for kind in kinds]
-    return [ProblemList(*pair, seed, count) for pair in pairs if pair != ("decode", "backward")]
+    return [ProblemList(*pair, seed, count) for pair in pairs if pair[1] == "forward" or pair[0] not in FORWARD_ONLY]
 
 
 def lists_of_text(text: str) -> list[tuple[ProblemList, bool]]:
@@ -121,6 +126,8 @@ def lists_of_text(text: str) -> list[tuple[ProblemList, bool]]:
         )
         if not fits or not all(word.isdigit() for word in words[2:4]):
             raise ValueError(f"list is {item!r}; it may be KIND:DIRECTION:SEED:COUNT or that with :candidates")
+        if words[1] != "forward" and words[0] in FORWARD_ONLY:
+            raise ValueError(f"list is {item!r}; {words[0]} has no backward")
         lists.append((ProblemList(words[0], words[1], int(words[2]), int(words[3])), len(words) == 5))  # type: ignore[arg-type]
     return lists
 
@@ -139,7 +146,7 @@ def asked(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> lis
     directions = words(parser, "--direction", arguments.direction, DIRECTIONS)
     lists = lists_of(kinds, directions, arguments.seed, arguments.count)  # type: ignore[arg-type]
     if not lists:
-        parser.error("--kind decode has no backward")
+        parser.error(f"--kind {arguments.kind} has no backward")
     return lists
 
 
@@ -311,7 +318,7 @@ def time_problem(problem_list: ProblemList, number: int, measuring: Measuring) -
             raise
         row["absent"][OURS] = "out of memory"
         return row
-    flop = sum(map(case.flop, case.lengths)) * WORK[problem_list.direction]
+    flop = sum(map(case.flop, case.attended_lengths)) * WORK[problem_list.direction]
     for item, timing in zip(running, timings, strict=True):
         name = names[item.tag]
         if isinstance(timing, Exception):
@@ -342,10 +349,11 @@ def far_behind(peers: Sequence[Implementation], clocks: Mapping[str, Clock]) -> 
 
 
 def bench_sizes(case: Case, problem: AttentionProblem) -> dict[str, object]:
-    """The sizes of a problem, with the lengths of packed sequences."""
+    """The sizes of a problem, with the lengths of sequences that differ."""
     from flashlane.bench.measure.runner import sizes_of
 
-    return {**sizes_of(problem), **({"lengths": [q for q, _ in case.lengths]} if case.varlen else {})}
+    lengths = case.posed().lengths
+    return {**sizes_of(problem), **({"lengths": list(lengths)} if lengths else {})}
 
 
 def compared(ms: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:
@@ -359,22 +367,39 @@ def compared(ms: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]
     return row
 
 
+def configurations(problem_list: ProblemList, work: Work) -> tuple[str | None, list[Implementation]]:
+    """The name of the chosen configuration of our kernel, and a call of each."""
+    candidates = candidates_of(work.problem, problem_list.direction)
+    calls = calls_of(candidates, work.problem, work.inputs, work.do)
+    items = [Implementation(c.name, "kernel", call) for c, call in zip(candidates, calls, strict=True)]
+    return next((c.name for c in candidates if c.chosen), None), items
+
+
+def split_counts(work: Work) -> tuple[str, list[Implementation]]:
+    """The same for few queries: how many splits the keys have is what decides there."""
+    tag = dispatch.select(work.problem).tag
+    problems = {"chosen": work.problem} | {str(n): replace(work.problem, num_splits=n) for n in SPLITS}
+    return "chosen splits", [
+        Implementation(f"{name} splits", "kernel", public_call(problem, work.inputs, tag))
+        for name, problem in problems.items()
+    ]
+
+
 def time_candidates(
     problem_list: ProblemList, work: Work, oracle: SampledOracle, measuring: Measuring
 ) -> dict[str, Any]:
-    """Milliseconds of our configurations by name and protocol, which is chosen, and what was left out and why.
+    """Milliseconds of our candidates by name and protocol, which is chosen, and what was left out and why.
 
     The least of several times is too low by chance. Thus the chosen configuration and the fastest ones are timed
     ``again``, and regret is the ratio of these times.
     """
-    candidates = candidates_of(work.problem, problem_list.direction)
-    row: dict[str, Any] = {"chosen": next((c.name for c in candidates if c.chosen), None), "ms": {}, "left_out": {}}
+    chosen, items = split_counts(work) if problem_list.kind in FORWARD_ONLY else configurations(problem_list, work)
+    row: dict[str, Any] = {"chosen": chosen, "ms": {}, "left_out": {}}
     running = []
-    for candidate, call in zip(candidates, calls_of(candidates, work.problem, work.inputs, work.do), strict=True):
-        item = Implementation(candidate.name, "kernel", call)
+    for item in items:
         why = checked(item, work, oracle)
         if why:
-            row["left_out"][candidate.name] = why
+            row["left_out"][item.tag] = why
         else:
             running.append(item)
     clocks = {"steady": measuring.clocks["steady"]} if "steady" in measuring.clocks else measuring.clocks
@@ -531,7 +556,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40, help="problems of each list")
     parser.add_argument("--kind", default="dense", help=f"some of {','.join(TIMED)}")
     parser.add_argument("--direction", default="forward", help=f"some of {','.join(DIRECTIONS)}")
-    parser.add_argument("--protocol", default="both", choices=("both", *PROTOCOLS))
+    parser.add_argument("--protocol", default="both", choices=("both", *ALL_PROTOCOLS))
     parser.add_argument("--peers", default=",".join(DEFAULT_PEERS), help=f"some of {','.join(PEERS)}, or none")
     parser.add_argument("--candidates", action="store_true", help="time our other configurations too")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds, at least {ROUNDS}")

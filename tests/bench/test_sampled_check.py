@@ -41,10 +41,21 @@ def differentiated(problem: AttentionProblem, inputs: Inputs, do: torch.Tensor) 
 def test_what_the_formula_gives_is_right(kind: str, seed: int) -> None:
     problem, inputs = posed(kind, seed)
     assert SampledOracle(problem, inputs, seed=seed).judge((attended(problem, inputs),)) == ""
-    if kind != "decode":
+    if kind not in ("decode", "cache"):
         do = output_gradient(problem, inputs, seed)
         oracle = SampledOracle(problem, inputs, do, seed)
         assert oracle.judge(differentiated(problem, inputs, do)) == ""
+
+
+def test_a_key_outside_the_length_of_a_cache_is_found() -> None:
+    """The oracle reads the lengths of the sequence that it samples, in pages or not."""
+    for seed in range(6):
+        problem, inputs = posed("cache", seed)
+        longer = replace(inputs, seqused_k=(inputs.seqused_k + 1).clamp(max=problem.seqlen_k))
+        oracle = SampledOracle(problem, inputs, seed=seed)
+        if torch.equal(longer.seqused_k, inputs.seqused_k):
+            continue
+        assert "of the formula" in oracle.judge((attended(problem, longer),))
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])

@@ -33,7 +33,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "scripts"))
     module = importlib.import_module("drawn")
     for kind, space in spaces.TIMED.items():
-        fewer = {"sequences": (2, 4), "head_dims": (16, 24), **({"keys": (9, 40)} if kind == "decode" else {})}
+        fewer = {
+            "sequences": (2, 4),
+            "head_dims": (16, 24),
+            **({"keys": (9, 40)} if kind in ("decode", "cache") else {}),
+        }
         monkeypatch.setitem(spaces.TIMED, kind, replace(space, **(SMALL | fewer)))
     monkeypatch.setattr(module, "device_or_exit", lambda: CPU)
     monkeypatch.setattr(module, "clocks_for", lambda device, settings: {way: HostClock() for way in settings.protocols})
@@ -54,10 +58,16 @@ def bodies(folder: Path) -> dict[str, Any]:
 def test_it_times_every_kind_in_both_directions_beside_a_peer(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--kind", "dense,packed,window,decode", "--direction", "forward,backward", "--count", "2")
+    options = ("--kind", "dense,packed,window,decode,cache", "--direction", "forward,backward", "--count", "2")
     assert run(script, monkeypatch, tmp_path, *options) == 0
     by_name = bodies(tmp_path)
-    assert len(by_name) == 7 and "drawn_backward_decode_1000" not in by_name
+    assert len(by_name) == 8 and not {"drawn_backward_decode_1000", "drawn_backward_cache_1000"} & set(by_name)
+    for row in by_name["drawn_forward_cache_1000"]["rows"]:
+        case = spaces.timed("cache", 1000, row["number"])
+        used = row["sizes"]["lengths"]
+        assert row["ok"] and len(used) == row["sizes"]["batch"] and max(used) <= row["sizes"]["seqlen_k"]
+        rate = row["tflops"]["flashlane"]["steady"] * row["ms"]["flashlane"]["steady"] * 1e9
+        assert rate == pytest.approx(sum(case.flop((case.lengths[0][0], n)) for n in used)), "what is in use counts"
     body = by_name["drawn_backward_dense_1000"]
     assert body["role"] == "fitting" and body["begun"] is None and body["protocols"] == ["steady", "flushed"]
     assert [row["number"] for row in body["rows"]] == [0, 1]
@@ -193,6 +203,30 @@ def test_candidates_are_timed_beside_the_chosen_one(
         assert "b" in row["candidates"]["again"] and set(row["candidates"]["again"]) <= {"a", "b"}
         for protocol, ms in row["candidates"]["again"]["b"].items():
             assert ms > 0 and ms != row["candidates"]["ms"]["b"][protocol]
+
+
+def test_candidates_of_few_queries_are_numbers_of_splits(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel sees the number that a candidate asks for, and one whose output is wrong is left out."""
+    asked = []
+
+    class Splitting(FakeKernel):
+        def forward(self, problem: Any, inputs: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+            super().forward(problem, inputs, out, lse)
+            asked.append(problem.num_splits)
+            if problem.num_splits == 4:
+                out.mul_(1.1)
+
+    monkeypatch.setattr(script, "MARGIN", math.inf)
+    monkeypatch.setattr(script, "SPLITS", (1, 4))
+    with registry.table_of(Splitting("splitting")):
+        options = ("--kind", "cache", "--count", "1", "--peers", "none", "--candidates")
+        assert run(script, monkeypatch, tmp_path, *options) == 0
+    (body,) = bodies(tmp_path).values()
+    found = body["rows"][0]["candidates"]
+    assert found["chosen"] == "chosen splits" and set(found["ms"]) == {"chosen splits", "1 splits"}
+    assert found["left_out"]["4 splits"].startswith("WRONG") and set(asked) == {0, 1, 4}
 
 
 @pytest.mark.parametrize("flushed, behind", [(1.51, {"slow": 1.51}), (1.49, {})])

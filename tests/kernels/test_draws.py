@@ -88,12 +88,29 @@ def test_timed_problems_are_within_their_bounds_and_a_function_of_kind_seed_and_
         assert not case.causal or all(queries <= keys for queries, keys in case.lengths), "no row is blind"
         posed = case.posed("sm_90a")
         assert posed.problem.batch == len(case.lengths) and len(posed.lengths) in (0, posed.problem.batch)
-        assert posed.problem.varlen == (kind == "packed")
+        assert posed.problem.varlen == (kind == "packed") and posed.problem.seqused_k == (kind == "cache")
+        assert case.attended_lengths == case.lengths or kind == "cache"
         assert (posed.problem.window_left >= 0) == (kind == "window")
     smaller = [draws.timed(kind, 1000, number, most_flop=2e10) for number in range(20)]
     assert all(sum(map(case.flop, case.lengths)) <= 2e10 for case in smaller)
     with pytest.raises(ValueError, match="no problem of it fits"):
         draws.timed(kind, 1000, 0, most_flop=1.0)
+
+
+def test_lengths_of_a_timed_cache_are_those_of_its_tensors() -> None:
+    """They are drawn once, whether a case builds its tensors or the bench does, and differ as the case says."""
+    for number in range(40):
+        case = draws.timed("cache", 1000, number)
+        posed = case.posed("sm_90a")
+        shares = [used / posed.problem.seqlen_k for used in posed.lengths]
+        assert all(case.least_used - 0.02 <= share <= 1 for share in shares), case
+        assert posed.problem.seqlen_k >= case.lengths[0][1] and posed.problem.page_size == case.page
+        small = replace(case, lengths=((2, 70), (2, 70), (2, 70)), kv_heads=1, group=1, head_dim=8, head_dim_v=8)
+        built, alone = small.build(torch.float32)[1], small.posed().materialise(torch.device("cpu"), seed=0)
+        assert torch.equal(built.seqused_k, alone.seqused_k)
+    assert {draws.timed("cache", 1000, n).least_used for n in range(40)} == {0.02, 0.3, 0.95}
+    with pytest.raises(ValueError, match="a cache with lengths"):
+        replace(case, leftpad=True).problem()
 
 
 def test_flop_and_elements_are_those_of_the_tensors() -> None:

@@ -118,6 +118,8 @@ class Space:
     caches: tuple[tuple[str, ...], ...] = ((),)
     """Sets of ``used``, ``leftpad``, ``batch_idx`` and ``paged``; packed sequences take those that they can have."""
     pages: tuple[int, ...] = (1, 5, 16, 64)
+    least_used: tuple[float, ...] = ()
+    """Of the lengths in a cache, the least share of its capacity; empty for 0."""
     scales: tuple[float | None, ...] = (None,)
     spreads: tuple[float, ...] = ()
     """Factors of q."""
@@ -211,6 +213,7 @@ def _draw(chance: Chance, space: Space) -> Case:
         unowned=chance.choice(space.unowned),
         corners=space.corners,
         spread=chance.choice(space.spreads) if space.spreads else 1.0,
+        least_used=chance.choice(space.least_used) if space.least_used else 0.0,
         dtype=chance.choice(space.dtypes) if space.dtypes else "",
     )
 
@@ -426,6 +429,18 @@ DENSE_TIMED = replace(
     most_flop=2e12,
     most_bytes=8e9,
 )
+DECODE_TIMED = replace(
+    DENSE_TIMED,
+    lengths=(1, 1, 1, 1, 2, 4, 8),
+    keys=LogUniform(512, 65536),
+    alike=0.0,
+    batch=(1, 64),
+    kv_heads=(1, 2, 4, 8, 16),
+    groups=(1, 2, 4, 5, 6, 7, 8, 16),
+    most_heads=128,
+    head_dims=(64, 128, 128, 128, 128, 96, 192, 256),
+    most_bytes=3e9,
+)
 TIMED: dict[str, Space] = {
     "dense": DENSE_TIMED,
     "packed": replace(DENSE_TIMED, varlen=(True,), lengths=LogUniform(64, 16384), alike=1.0, sequences=(2, 64)),
@@ -436,17 +451,17 @@ TIMED: dict[str, Space] = {
         left=(127, 128, 256, 511, 512, 1000, 1024, 2048, 4096),
         right=(0, 64, 128, 512, 1024),
     ),
-    "decode": replace(
-        DENSE_TIMED,
-        lengths=(1, 1, 1, 1, 2, 4, 8),
-        keys=LogUniform(512, 65536),
-        alike=0.0,
-        batch=(1, 64),
-        kv_heads=(1, 2, 4, 8, 16),
-        groups=(1, 2, 4, 5, 6, 7, 8, 16),
-        most_heads=128,
-        head_dims=(64, 128, 128, 128, 128, 96, 192, 256),
-        most_bytes=3e9,
+    "decode": DECODE_TIMED,
+    "cache": replace(
+        DECODE_TIMED,
+        keys=LogUniform(128, 65536),
+        batch=(1, 100),
+        head_dims=(64, 64, 80, 96, 128, 128, 128, 192, 256),
+        caches=(("used",), ("used", "paged"), ("used", "paged")),
+        pages=(16, 64, 256),
+        least_used=(0.02, 0.3, 0.95),
     ),
 }
-"""Problems that are timed next to the peers, by kind. No call takes more than some milliseconds on a Hopper GPU."""
+"""Problems that are timed next to the peers, by kind: of ``decode`` the host knows the lengths, which all sequences
+share; of ``cache`` they are on the device, and differ by up to the share that is drawn. No call takes more than some
+milliseconds on a Hopper GPU."""

@@ -61,6 +61,8 @@ class Case(Modifiers):
     batch_idx: bool = False
     page: int = 0
     """Rows of a page of the cache; 0 without pages."""
+    least_used: float = 0.0
+    """Of ``used`` lengths, the least share of the capacity."""
     scale: float | None = None
     deterministic: bool = False
     slope: float = 1.0
@@ -81,6 +83,12 @@ class Case(Modifiers):
         """Whether k and v are a cache, which has no gradients."""
         return bool(self.used or self.leftpad or self.batch_idx or self.page)
 
+    @property
+    def _capacity(self) -> int:
+        """The most keys of a sequence, in whole pages where there are pages."""
+        most = max(keys for _, keys in self.lengths)
+        return -(-most // self.page) * self.page if self.page else most
+
     def elements(self, pair: tuple[int, int]) -> int:
         """The number of elements of q, k, v and the output of a sequence of these lengths."""
         dims = self.head_dim + self.head_dim_v
@@ -88,35 +96,51 @@ class Case(Modifiers):
 
     def flop(self, pair: tuple[int, int]) -> int:
         """Floating-point operations of the forward pass of a sequence of these lengths, visible pairs only."""
-        return flops(replace(self, lengths=(pair,), varlen=False).problem(dtype=torch.bfloat16))
+        return flops(replace(self, lengths=(pair,), varlen=False, used=False, page=0).problem(dtype=torch.bfloat16))
+
+    @property
+    def attended_lengths(self) -> tuple[tuple[int, int], ...]:
+        """The numbers of queries and of keys of each sequence; of a cache those in use."""
+        if not self.used:
+            return self.lengths
+        stops = torch.full((len(self.lengths),), self._capacity)
+        used = self._used(stops, torch.Generator().manual_seed(self.seed))
+        return tuple((queries, keys) for (queries, _), keys in zip(self.lengths, used.tolist(), strict=True))
 
     def problem(self, arch: str | None = None, dtype: torch.dtype | None = None) -> AttentionProblem:
-        """The problem without its tensors, of dense or packed sequences without a modifier of the scores.
+        """The problem without its tensors: dense or packed sequences, or a cache whose lengths are on the device.
 
-        ``dtype`` is that of the case unless given.
+        It has no modifier of the scores. ``dtype`` is that of the case unless given. A cache has whole pages.
+
+        Raises:
+            ValueError: the case has what a problem without tensors does not: pages without lengths, or places.
         """
-        rows, keys = (max(column) for column in zip(*self.lengths, strict=True))
+        if self.leftpad or self.batch_idx or (self.page and not self.used) or (self.varlen and self.cached):
+            raise ValueError(f"case is {self}; without tensors it may be a cache with lengths, in pages or not")
         return make_problem(
             len(self.lengths),
             self.kv_heads * self.group,
-            rows,
+            max(queries for queries, _ in self.lengths),
             self.head_dim,
             dtype or DTYPES[self.dtype],
             kv_heads=self.kv_heads,
-            seqlen_k=keys,
+            seqlen_k=self._capacity,
             head_dim_v=self.head_dim_v,
             causal=self.causal,
             window=self.window,
             alignment=self.alignment,  # type: ignore[arg-type]
             scale=self.scale,
-            layout="packed" if self.varlen else "dense",
+            layout="packed" if self.varlen else "paged" if self.page else "cache" if self.used else "dense",
+            page=self.page,
             deterministic=self.deterministic,
             arch=arch,
         )
 
     def posed(self, arch: str | None = None) -> BenchCase:
         """The :meth:`problem` as the bench takes it, which draws the tensors on the device itself."""
-        return BenchCase(self.problem(arch), lengths=tuple(q for q, _ in self.lengths) if self.varlen else ())
+        column = 0 if self.varlen else 1
+        lengths = tuple(pair[column] for pair in self.attended_lengths) if self.varlen or self.used else ()
+        return BenchCase(self.problem(arch), lengths=lengths)
 
     def build(
         self, dtype: torch.dtype, grad: bool = False, device: str | None = None
@@ -205,18 +229,22 @@ class Case(Modifiers):
             once = t if t.stride(-2) else t[..., :1, :]  # heads that share their numbers are written once
             once.masked_fill_(~owned[..., None, None], torch.nan)
 
+    def _used(self, stops: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+        """Random lengths up to ``stops``."""
+        shares = self.least_used + (1 - self.least_used) * torch.rand(len(stops), generator=draw)
+        used = torch.minimum((shares * (stops + 1)).int(), stops)
+        if self.corners:
+            which = torch.randint(4, (len(stops),), generator=draw)
+            used = torch.where(which == 0, 0, torch.where(which == 1, 1, torch.where(which == 2, stops, used)))
+        return torch.minimum(used, stops).int()
+
     def _cache(self, lengths_k: tuple[int, ...], draw: torch.Generator) -> dict[str, torch.Tensor]:
         """Random lengths and places. Entries of the table that no sequence needs are −1, or :data:`NOWHERE`."""
         batch, tensors = len(lengths_k), {}
         pages = max(1, -(-max(lengths_k) // self.page)) if self.page else 0
         stops = torch.tensor(lengths_k) if self.varlen else torch.full((batch,), pages * self.page or lengths_k[0])
         if self.used:
-            used = (torch.rand(batch, generator=draw) * (stops + 1)).int()
-            if self.corners:
-                which = torch.randint(4, (batch,), generator=draw)
-                used = torch.where(which == 0, 0, torch.where(which == 1, 1, torch.where(which == 2, stops, used)))
-                used = torch.minimum(used, stops).int()
-            stops = tensors["seqused_k"] = used
+            stops = tensors["seqused_k"] = self._used(stops, draw)
         if self.leftpad:
             tensors["leftpad_k"] = (torch.rand(batch, generator=draw) * (stops + 1)).int()
         if self.batch_idx:

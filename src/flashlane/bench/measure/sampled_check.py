@@ -56,7 +56,7 @@ class SampledOracle:
     """The right results of one problem on its tensors; it judges other results by them.
 
     Args:
-        problem: dense or packed sequences without a modifier of the scores.
+        problem: dense or packed sequences or a cache, without a modifier of the scores.
         inputs: the tensors of the problem.
         do: the gradient of the output, in its shape, where gradients are judged; None where outputs are.
         seed: the seed of the choice of heads and rows.
@@ -122,9 +122,10 @@ def _places(
     if problem.varlen:
         longest = max(batches, key=lambda sequences: sequences.band.seqlen_q * sequences.band.seqlen_k)
         chosen = [(longest, 0), (chance.choice(batches), 0)]
-    else:
+    else:  # one batch of all sequences, or of a cache one of each
         entries = chance.sample(range(problem.batch), min(SAMPLES, problem.batch))
-        chosen = [(batches[0], entry) for entry in (*entries, *entries)[:SAMPLES]]
+        alone = len(batches) == 1
+        chosen = [(batches[0], e) if alone else (batches[e], 0) for e in (*entries, *entries)[:SAMPLES]]
     return [(sequences, entry, chance.randrange(problem.kv_heads), chance) for sequences, entry in chosen]
 
 
