@@ -300,7 +300,8 @@ def forward_candidates(base: Any, cell: Cell) -> dict[str, Any]:
     configs = {}
     if base.block_lists:
         configs = {f"{n} heads a section": replace(base, heads_per_section=n) for n in (1, 2, 1 << 20)}
-        configs["another maximum"] = replace(base, deferred_max=not base.deferred_max)
+        if base.deferred_max:  # lists that need no deferral may go without it, and never the other way round
+            configs["no deferred maximum"] = replace(base, deferred_max=False)
     for shape in tiles.class_of(base.head_dim, base.head_dim_v).shapes:
         alike = shape.cluster == 1 and not (base.block_lists and shape.block_n % UNIT)
         apart = cell.blocks_apart and max(64 * shape.consumers, shape.block_n) > cell.blocks_apart
