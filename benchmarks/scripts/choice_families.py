@@ -31,7 +31,7 @@ from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import KernelSource
 from flashlane.kernels.decode import tables
-from flashlane.kernels.decode.select import config_of, keys_of, output_tiles, rows_of, splits_for
+from flashlane.kernels.decode.select import config_of, keys_of, output_tiles, splits_for
 from flashlane.kernels.grid_cost import SMS
 from flashlane.kernels.hopper.backward.head_swizzle import COMPARED, by_model
 from flashlane.kernels.hopper.backward.kernel import KERNEL as HOPPER_BACKWARD
@@ -41,9 +41,8 @@ from flashlane.kernels.makespan import section_sizes
 from flashlane.kernels.mma.attention import source_of
 from flashlane.kernels.mma.cost import COMPARED as MMA_TAGS
 from flashlane.kernels.triton import backward_configs as backward_tables
-from flashlane.kernels.triton.attention import SMALLEST_SHARED
 from flashlane.kernels.triton.backward_configs import BackwardConfig, Tile
-from flashlane.kernels.triton.forward_configs import TritonConfig, describable
+from flashlane.kernels.triton.forward_configs import TritonConfig, describable, shared_limit
 
 HOPPER = registry.get("hopper(wgmma+tma)")
 TRITON = registry.get("triton")
@@ -272,15 +271,11 @@ MORE_BACKWARD = {
 """Tiles of dK and dV, and of dQ, timed besides those of the tables, each kind with the table's other one."""
 
 
-def triton_limit(problem: AttentionProblem) -> int:
-    return jit.shared_limit(problem.arch) if problem.arch in jit.LIMITS else SMALLEST_SHARED
-
-
 def forward_configs(problem: AttentionProblem, dtype: str) -> list[TritonConfig]:
     """The chosen configuration, those of the table, and more."""
     more = [TritonConfig(*words) for words in MORE_FORWARD.get((dtype, problem.head_dim), ())]
     found = dict.fromkeys((TRITON.config(problem), *TRITON.candidates(problem), *more))
-    limit = triton_limit(problem)
+    limit = shared_limit(problem.arch)
     return [c for c in found if c.shared_memory(problem) <= limit and (not c.descriptors or describable(problem))]
 
 
@@ -322,13 +317,13 @@ def backward_configs(base: BackwardConfig, problem: AttentionProblem, dtype: str
     found = [replace(base, key=key) for key, _ in more] + [replace(base, query=query) for _, query in more]
     precision = TRITON.precision_of(problem)
     for config in dict.fromkeys(found):
-        if config != base and config.shared_memory(problem, precision) <= triton_limit(problem):
+        if config != base and config.shared_memory(problem, precision) <= shared_limit(problem.arch):
             yield config
 
 
 def timed_backward_configs(problem: AttentionProblem, dtype: str) -> Iterator[BackwardConfig]:
     """The same of a problem with dense tensors, without any."""
-    limit, precision = triton_limit(problem), TRITON.precision_of(problem)
+    limit, precision = shared_limit(problem.arch), TRITON.precision_of(problem)
     return backward_configs(backward_tables.pick(problem, precision, problem.aligned, limit), problem, dtype)
 
 
@@ -373,7 +368,7 @@ def decode_configs(problem: AttentionProblem) -> list[tuple[Any, int | None]]:
     ]
     shapes = {shape for by_load in by_rows for of_load in by_load.values() for shape in of_load}
     tiles = {rows for _, lines in tables.SHAPES for rows, _ in lines}
-    tile = min((rows for rows in tiles if rows >= rows_of(problem)), default=max(tiles))
+    tile = min((rows for rows in tiles if rows >= problem.rows_of_kv_head), default=max(tiles))
     shapes |= {shape for limit, _, compared in tables.COMPARED for shape in compared if problem.head_dim <= limit}
     shapes = {s for s in shapes if 16 * s.warps_m == tile}
     shapes |= {replace(s, cluster=1) for s in shapes if s.ctas == 1}  # where the rule has clusters, none of them too

@@ -37,7 +37,7 @@ from flashlane.bench.measure.timing import Settings, clock_for, measure
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.decode.config import DecodeConfig
-from flashlane.kernels.decode.select import config_for, config_of, output_tiles, rows_of
+from flashlane.kernels.decode.select import config_for, config_of, output_tiles
 from flashlane.kernels.decode.tables import Shape
 from flashlane.reference.naive import reference_attention
 
@@ -87,7 +87,7 @@ def cells() -> list[Cell]:
 
 def candidates(problem: AttentionProblem) -> dict[str, DecodeConfig]:
     """Name and configuration of what can run a problem; no two are the same."""
-    tile = next((rows for rows in CANDIDATES if rows_of(problem) <= rows), None)
+    tile = next((rows for rows in CANDIDATES if problem.rows_of_kv_head <= rows), None)
     configs: dict[str, DecodeConfig] = {}
     for name, shape in CANDIDATES.get(tile, {}).items():
         config = config_of(problem, shape)
@@ -329,7 +329,7 @@ def run_cell(cell: Cell, pool: Pool, copy: float, settings: Settings, good: set[
     sets = pool.inputs(cell)
     problem = AttentionProblem.from_inputs(sets[0])
     shape = (problem.batch, problem.heads, problem.seqlen_q)
-    tile = next(rows for rows in CANDIDATES if rows_of(problem) <= rows)
+    tile = next(rows for rows in CANDIDATES if problem.rows_of_kv_head <= rows)
     chosen, items, configs = config_for(problem), [], candidates(problem)
     for name, config in configs.items():
         outs = [(torch.full_like(s.q, torch.nan), torch.full(shape, torch.nan, device=s.q.device)) for s in sets]

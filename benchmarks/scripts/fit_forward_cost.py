@@ -35,7 +35,6 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import cost
 from flashlane.kernels.hopper.forward.config import HopperConfig
-from flashlane.kernels.hopper.forward.tile_scheduler import in_sections
 from flashlane.kernels.hopper.forward.tiles import class_of
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
@@ -135,7 +134,7 @@ def rows_of(path: Path, aligned: bool = True, first: int = 0) -> list[Row]:
             config = known.get(described.split(", heads_per_section")[0])
             if config is None or config.split or (aligned and not exact):
                 continue
-            if config.cluster > 1 and in_sections(problem):  # which are not compared
+            if config.cluster > 1 and problem.has_right_only:  # which are not compared
                 continue
             config = dataclasses.replace(config, heads_per_section=section)
             name = cost.name_of(one.head_dim, one.head_dim_v, cost.shape_of(config))

@@ -17,10 +17,9 @@ import torch
 
 from flashlane import bench
 from flashlane.bench.measure.flops import Direction
-from flashlane.bench.measure.implementations import Implementation
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import Results
-from flashlane.bench.measure.timing import TimingProtocol, clock_for, measure
+from flashlane.bench.measure.timing import TimingProtocol
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, Kernel
 from flashlane.inspect import prebuild
@@ -163,19 +162,6 @@ def run_and_keep(
     if path is not None:
         measured.write(path.parent, path.stem)
     return measured
-
-
-def time_interleaved(calls: Mapping[str, Callable[[], object]], rounds: int, round_ms: float) -> dict[str, list[float]]:
-    """Milliseconds of a call in each round, by the bench's timer, calls back to back: for variants of one kernel."""
-    settings = bench.Settings(rounds=rounds, round_ms=round_ms, warmup_ms=20.0, protocols=("steady",))
-    device = torch.device("cuda", torch.cuda.current_device())
-    items = [Implementation(name, "kernel", call) for name, call in calls.items()]
-    samples = {}
-    for name, timing in zip(calls, measure(items, clock_for(device, settings), settings), strict=True):
-        if isinstance(timing, Exception):
-            raise timing
-        samples[name] = list(timing.samples)
-    return samples
 
 
 def rates(samples: Mapping[str, Sequence[float]], work: float) -> dict[str, dict[str, float]]:

@@ -37,7 +37,7 @@ from flashlane.bench.measure.timing import drawn_order
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward import kernel as backward
-from flashlane.kernels.hopper.forward import select, tile_scheduler
+from flashlane.kernels.hopper.forward import select
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 from flashlane.kernels.hopper.forward.tiles import (
     M128N128S3,
@@ -234,7 +234,7 @@ def calls(
         if config.shared_memory <= jit.shared_limit(ARCH) and config != KERNEL.config(problem):
             found[name] = of(config)
     chosen = KERNEL.config(problem)
-    for size in SECTIONS if tile_scheduler.in_sections(sides) else ():
+    for size in SECTIONS if sides.has_right_only else ():
         if size <= problem.heads:
             found[f"sections of {size}"] = of(replace(chosen, heads_per_section=size))
     q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))

@@ -21,7 +21,7 @@ from markdown_parts import number, significant, table, wrapped
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("torch", "cuda", "driver", "flashlane")
 NOT_MEASURED = "Not measured yet.\n"
-FLASH, CUDNN = "(flash)", "(cudnn)"
+FLASH = "(flash)"
 BOTH = ("forward", "both")
 CEILING = "% mma ceiling:"
 DESIGNS = ("naive", "split-kv", "split-q", "split-q+share-kv", "split-q+share-qkv", "split-q+tiling-qk")

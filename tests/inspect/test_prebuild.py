@@ -180,7 +180,7 @@ def test_a_model_is_prebuilt_in_the_types_asked_for(tmp_path: Path, monkeypatch:
     path, problems = tmp_path / "config.json", []
     path.write_text(json.dumps(LLAMA))
     monkeypatch.setattr(prebuild, "sources_of", lambda problem: problems.append(problem) or ())
-    monkeypatch.setenv("FLASHLANE_CACHE", str(tmp_path))
+    monkeypatch.setenv("FLASHLANE_CACHE_DIR", str(tmp_path))
     done = CliRunner().invoke(
         app, ["prebuild", "--model", str(path), "--dtype", "f16,bf16", "--arch", "sm_90a", "--no-backward"]
     )

@@ -74,23 +74,14 @@ def _unnamed(problem: AttentionProblem) -> str | None:
 
 
 def predicted_times(problem: AttentionProblem, tags: Sequence[str]) -> dict[str, float]:
-    """Milliseconds that a model predicts for kernels on a problem, by their tags; ``explain`` compares them.
-
-    A kernel has a prediction where its class has a method ``predicted_ms(problem)`` that gives one.
-    """
-    times = {}
-    for tag in tags:
-        predict = getattr(registry.get(tag), "predicted_ms", None)
-        ms = predict(problem) if predict is not None else None
-        if ms is not None:
-            times[tag] = float(ms)
-    return times
+    """Milliseconds that a model predicts for kernels on a problem, by their tags; ``explain`` compares them."""
+    times = {tag: registry.get(tag).predicted_ms(problem) for tag in tags}
+    return {tag: float(ms) for tag, ms in times.items() if ms is not None}
 
 
 def predicted_configurations(problem: AttentionProblem, kernel: Kernel) -> tuple[tuple[str, float], ...]:
     """Configurations of a kernel and the milliseconds that its cost model predicts, the fastest first."""
-    found = getattr(kernel, "predicted_configs", None)
-    return tuple(found(problem)) if found is not None and kernel.supports(problem) is None else ()
+    return tuple(kernel.predicted_configs(problem)) if kernel.supports(problem) is None else ()
 
 
 @registry.memoised

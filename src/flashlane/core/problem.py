@@ -277,6 +277,16 @@ class AttentionProblem:
         return self.heads // self.kv_heads
 
     @property
+    def rows_of_kv_head(self) -> int:
+        """Query rows of a sequence that read the same keys: its queries times the heads of a group."""
+        return self.seqlen_q * self.group
+
+    @property
+    def has_right_only(self) -> bool:
+        """Only the right side of the window is bounded, as under a causal mask: a head's tiles are of unlike length."""
+        return self.window_right >= 0 and self.window_left < 0
+
+    @property
     def chosen_for(self) -> AttentionProblem:
         """The problem that kernels and tiles are chosen for: this one, or with ``num_splits`` one sequence of it.
 

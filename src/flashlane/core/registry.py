@@ -49,7 +49,7 @@ class Definition:
         """The most that a listed forward kernel of the module is preferred for a problem, or for any."""
         if problem is None:
             return self.forward if self.half_of_few_rows is None else self.half_of_few_rows
-        rows = problem.seqlen_q * problem.group
+        rows = problem.rows_of_kv_head
         if rows > FEW_ROWS:
             return self.forward if self.above_few_rows is None else self.above_few_rows
         return self.forward if self.half_of_few_rows is None or 2 * rows <= FEW_ROWS else self.half_of_few_rows
@@ -155,6 +155,18 @@ class Kernel(ABC):
         """How much ``auto`` wants this kernel for a problem it supports; data of the kernel's heuristic."""
         return self.priority
 
+    def predicted_configs(self, problem: AttentionProblem) -> list[tuple[str, float]]:
+        """The configurations that a cost model compares and their predicted milliseconds, the fastest first.
+
+        Empty where no model was fitted to the problem's kind.
+        """
+        return []
+
+    def predicted_ms(self, problem: AttentionProblem) -> float | None:
+        """Milliseconds that the cost model gives the chosen configuration, where it gives any."""
+        found = self.predicted_configs(problem)
+        return found[0][1] if found else None
+
     def low_precision_reference(self, problem: AttentionProblem) -> str:
         """Which emulation the peers' relative rule compares with: see ``flashlane.bench.measure.check``."""
         return "standard"
@@ -254,9 +266,9 @@ class DeviceKernel(TunableKernel, CompiledKernel):
     def kernel_source(self, config: Any) -> KernelSource:
         """The device code and the compile-time constants of a configuration."""
 
-    @abstractmethod
     def resources(self, config: Any) -> Resources:
-        """Threads and shared memory of one block of a configuration."""
+        """Threads and shared memory of one CTA of a configuration."""
+        return Resources(config.threads, config.shared_memory)
 
     def device_sources(self, config: Any, arch: str) -> tuple[DeviceSource, ...]:
         regions, spills = getattr(config, "regions", None), self.spills_allowed(config, arch)

@@ -12,12 +12,11 @@ import torch
 
 from flashlane import jit
 from flashlane.core.arch import arch_of
+from flashlane.core.problem import VECTOR_BYTES
 from flashlane.jit import KernelSource, launch
 from flashlane.jit.launch_pool import Launch, LaunchPlan
 
 MOST, THREADS = 16, 256
-VECTOR = 16
-"""Bytes of which addresses and sizes are multiples."""
 CTAS_A_COPY = 32
 
 
@@ -49,13 +48,13 @@ def enqueue(device: int, copies: Sequence[tuple[int, int, int]]) -> None:
 
     Args:
         device: index of the GPU.
-        copies: address to which, address from which, and bytes; multiples of :data:`VECTOR`.
+        copies: address to which, address from which, and bytes; multiples of :data:`VECTOR_BYTES`.
     """
     for first in range(0, len(copies), MOST):
         some = copies[first : first + MOST]
         plan = _plan(device, len(some))
         block = plan.acquire_any()
-        packed = b"".join([_COPY.pack(to, start, size // VECTOR) for to, start, size in some])
+        packed = b"".join([_COPY.pack(to, start, size // VECTOR_BYTES) for to, start, size in some])
         ctypes.memmove(ctypes.addressof(block.params[0]), packed, len(packed))
         block.enqueue(launch.stream_getter()(device))
         plan.release_any(block)

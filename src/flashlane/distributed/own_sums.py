@@ -18,14 +18,10 @@ from flashlane.core.arch import DTYPE_NAMES, ELEMENTS, arch_of
 from flashlane.jit import KernelSource, launch
 from flashlane.jit.launch_pool import Launch, LaunchPlan
 
-OWN_SUMS = True
-"""Whether this kernel adds gradients, where it can."""
 MOST, RANKS, THREADS = 32, 8, 256
 """The most sums of a launch, and the most ranks of a sum."""
 OF_A_THREAD = 8
 """Elements of a sum that a thread adds at a time; sums have a multiple of them."""
-VECTOR = 16
-"""Bytes of which addresses are multiples."""
 MOST_CTAS = 792
 """Of a launch: six for each SM of an H100, as many as its registers have room for."""
 Sum = tuple[int, Sequence[int], int]
@@ -65,7 +61,7 @@ def takes(device: torch.device, dtype: torch.dtype, ranks: int, row: int) -> boo
         ranks: the most that a sum has.
         row: elements of a row, of which each sum has a whole number.
     """
-    on_gpu = OWN_SUMS and device.type == "cuda"
+    on_gpu = device.type == "cuda"
     return on_gpu and DTYPE_NAMES.get(dtype) in ELEMENTS and ranks <= RANKS and row % OF_A_THREAD == 0
 
 
@@ -75,7 +71,7 @@ def enqueue(device: int, dtype: torch.dtype, sums: Sequence[Sum]) -> None:
     Args:
         device: index of the GPU.
         dtype: f16 or bf16, of what is written.
-        sums: the addresses are multiples of :data:`VECTOR`, and the elements of :data:`OF_A_THREAD`.
+        sums: the addresses are multiples of :data:`VECTOR_BYTES`, and the elements of :data:`OF_A_THREAD`.
     """
     for first in range(0, len(sums), MOST):
         some = sums[first : first + MOST]

@@ -17,6 +17,11 @@ SMS = {"sm_80": 108, "sm_86": 84, "sm_87": 16, "sm_89": 128, "sm_90a": 132, "sm_
 """SMs of a large GPU of an architecture; what is chosen for it suits a GPU with others a little less well."""
 
 
+def sms_of(arch: str | None) -> int:
+    """SMs of a large GPU of an architecture; of one that is not known here as many as an H100 has."""
+    return SMS.get(str(arch), SMS["sm_90a"])
+
+
 class Grid(NamedTuple):
     """The tiles of a launch."""
 

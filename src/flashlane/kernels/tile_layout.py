@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flashlane.core.registry import DeviceKernel, Kernel
+from flashlane.jit.budget import WARP
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
@@ -23,7 +24,6 @@ SLOTS = 8
 """Chunks that the 32 banks serve at once: the bank groups."""
 BANKS = 32
 BANK_BYTES = 4
-WARP = 32
 FRAGMENT_ROWS = 16
 """Rows that one ``ldmatrix.x4`` reads of a tile."""
 FRAGMENT_COLUMNS = 16

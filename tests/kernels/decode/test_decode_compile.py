@@ -314,7 +314,7 @@ def test_what_a_launch_is_given(launches: list[tuple[Any, ...]]) -> None:
     config = rules.config_of(problem, rules.Shape(2, 4, block_n=32, tma=True, cluster=2))
     KERNEL.run(config, problem, inputs, out, lse, splits=3)
     ((grid, block, shared, params),) = launches
-    assert rules.rows_of(problem) == 20 and config.rows == 32 and config.pages == "whole"
+    assert problem.rows_of_kv_head == 20 and config.rows == 32 and config.pages == "whole"
     box = (64, 16, 1, 1)
     assert [(m.sizes, m.strides, m.box, m.swizzle) for m in described] == [
         ((128, 16, 2, 40), (512, 256, 8192), box, 128)

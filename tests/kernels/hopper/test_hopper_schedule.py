@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashlane.core.problem import AttentionProblem
+from flashlane.core.problem import MAX_SPLITS, AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import select, tile_scheduler
 
@@ -46,7 +46,7 @@ def test_keys_are_split_only_where_it_pays() -> None:
     assert tile_scheduler.splits_of(tiles=0, blocks=100) == 1
     for tiles, blocks in itertools.product((1, 8, 20, 33, 64, 100), (4, 8, 64, 512, 1024)):
         splits = tile_scheduler.splits_of(tiles, blocks)
-        assert 1 <= splits <= min(blocks, tile_scheduler.MAX_SPLITS)
+        assert 1 <= splits <= min(blocks, MAX_SPLITS)
         # What the busiest SM does must not grow by splitting.
         busiest = tile_scheduler.ceil_div(tiles * splits, SMS) * tile_scheduler.ceil_div(blocks, splits)
         assert busiest <= tile_scheduler.ceil_div(tiles, SMS) * blocks

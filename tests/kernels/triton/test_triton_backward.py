@@ -14,13 +14,12 @@ import torch
 from backward_rule import judge
 from problems import gradients
 
-from flashlane import jit
 from flashlane.bench.measure.drawn_case import TENSORS, Case, cast
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.triton import backward
 from flashlane.kernels.triton import backward_configs as configs
 from flashlane.kernels.triton.backward import supports_backward, triton_backward
+from flashlane.kernels.triton.forward_configs import shared_limit
 from flashlane.reference.naive import reference_attention
 from flashlane.reference.tiled import Gradients
 
@@ -256,7 +255,7 @@ def test_without_a_gpu_it_says_how_to_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120", "sm_999"])
 def test_configurations_fit_the_shared_memory(arch: str) -> None:
-    limit = jit.shared_limit(arch) if arch in jit.LIMITS else backward.SMALLEST_SHARED
+    limit = shared_limit(arch)
     problem, _ = small()
     for head_dim in (8, 40, 64, 128, 200, 256):
         for dtype in (torch.float16, torch.float32):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flashlane.core.arch import ELEMENTS
-from flashlane.core.registry import Resources
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.tile_layout import TileLayout
 
@@ -121,9 +120,6 @@ class DecodeConfig:
     @property
     def shared_memory(self) -> int:
         return sum(self.regions.values())
-
-    def resources(self) -> Resources:
-        return Resources(self.threads, self.shared_memory)
 
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""

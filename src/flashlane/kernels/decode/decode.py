@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.registry import DECODE, FEW_ROWS, DeviceKernel, Repeat, Resources, register
+from flashlane.core.registry import DECODE, FEW_ROWS, DeviceKernel, Repeat, register
 from flashlane.jit import KernelSource
 from flashlane.kernels.decode.config import DecodeConfig
 from flashlane.kernels.decode.launch import launch_attention, repeated_attention, source_of
-from flashlane.kernels.decode.select import config_for, rows_of
+from flashlane.kernels.decode.select import config_for
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
-from flashlane.kernels.score import SCORE_EXAMPLES, ScoreConfig
+from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
 
 MAX_HEAD_DIM = 256
 MAX_BATCH = 65535
 """The largest z of a grid."""
 MAX_GROUP = 1 << 15
 """The largest group of heads by which the kernel divides rows exactly in 32 bits."""
-ABLE = (*(field.name for field in fields(ScoreConfig)), *VARLEN, *CACHE, *PAGED)
+ABLE = (*SCORE_FEATURES, *VARLEN, *CACHE, *PAGED)
 
 
 class Decode(DeviceKernel):
@@ -37,7 +37,7 @@ class Decode(DeviceKernel):
 
     def preference(self, problem: AttentionProblem) -> float:
         """Above kernels that read K and V once for each query head, where few rows share a KV head."""
-        return DECODE if rows_of(problem) <= FEW_ROWS else float(self.priority)
+        return DECODE if problem.rows_of_kv_head <= FEW_ROWS else float(self.priority)
 
     def supports(self, problem: AttentionProblem) -> str | None:
         reason = unsupported_features(problem, ("f16", "bf16"), ABLE)
@@ -66,9 +66,6 @@ class Decode(DeviceKernel):
 
     def kernel_source(self, config: DecodeConfig) -> KernelSource:
         return source_of(config)
-
-    def resources(self, config: DecodeConfig) -> Resources:
-        return config.resources()
 
     def shipped(self) -> Iterator[tuple[DecodeConfig, tuple[str, ...]]]:
         found: dict[DecodeConfig, list[str]] = {}

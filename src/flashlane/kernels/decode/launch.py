@@ -16,7 +16,7 @@ from flashlane.jit import KernelSource, launch, launch_pool, tensormap
 from flashlane.jit.launch_pool import Launch, LaunchPlan, Map
 from flashlane.jit.toolchain import architecture_number
 from flashlane.kernels.decode.config import PLANE, DecodeConfig
-from flashlane.kernels.decode.select import config_for, rows_of, splits_for, stream_k_ctas
+from flashlane.kernels.decode.select import config_for, splits_for, stream_k_ctas
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.params import AttentionParams, check_outputs, params_without_addresses
 from flashlane.kernels.score import ScoreParams, has_score_tensors, run_time_score_inputs, score_pointers
@@ -103,7 +103,7 @@ class PreparedDecode:
         self.problem, self.sides, self.device = problem, sides, device
         self.has_seqlen_tensors, self.has_modifiers = not SeqlenConfig.of(problem).dense, has_score_tensors(problem)
         self.seqlen_pointers_of = seqlen_pointers_of(problem)
-        self.m_blocks = max(1, -(-rows_of(problem) // config.rows))
+        self.m_blocks = max(1, -(-problem.rows_of_kv_head // config.rows))
         tiles = problem.batch * problem.kv_heads * self.m_blocks
         self.function = jit.load(jit.compile(source_of(config), problem.arch, debug=debug), device)
         per_sm = self.function.occupancy(config.threads, config.shared_memory)

@@ -23,7 +23,7 @@ from flashlane.kernels.decode.tables import (
     Table,
     Workload,
 )
-from flashlane.kernels.grid_cost import SMS
+from flashlane.kernels.grid_cost import sms_of
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.split_kv import Work, lengths_differ, split_count
 
@@ -35,11 +35,6 @@ BOX_UNIT = 8
 """Rows of the pattern of TMA's widest swizzle: the fewest rows of a box."""
 MAX_STEPS = 1 << 30
 """The most steps of all output tiles that stream-K counts in 32 bits."""
-
-
-def rows_of(problem: AttentionProblem) -> int:
-    """Query rows that share a KV head."""
-    return problem.seqlen_q * problem.group
 
 
 def keys_of(problem: AttentionProblem) -> int:
@@ -55,7 +50,7 @@ def workload_of(problem: AttentionProblem, rows: int) -> Workload:
     """Which column of the tables a problem with tiles of ``rows`` rows belongs to."""
     if lengths_differ(problem):
         return "uneven"
-    tiles, sms = output_tiles(problem, rows), SMS.get(problem.arch, 132)
+    tiles, sms = output_tiles(problem, rows), sms_of(problem.arch)
     if tiles <= sms:
         return "few"
     # The shares of their places that tiles fill: one CTA after another of an SM, or wave by wave of two an SM.
@@ -66,7 +61,7 @@ def workload_of(problem: AttentionProblem, rows: int) -> Workload:
 
 def output_tiles(problem: AttentionProblem, rows: int) -> int:
     """Sequences × KV heads × tiles of ``rows`` rows."""
-    return problem.batch * problem.kv_heads * max(1, -(-rows_of(problem) // rows))
+    return problem.batch * problem.kv_heads * max(1, -(-problem.rows_of_kv_head // rows))
 
 
 def config_for(problem: AttentionProblem, tma: bool = True) -> DecodeConfig | None:
@@ -84,7 +79,7 @@ def config_for(problem: AttentionProblem, tma: bool = True) -> DecodeConfig | No
     first = next((config for config in found if config is not None), None)
     if first is None or first.cluster > 1 or problem.num_splits or lengths_differ(problem):
         return first
-    if 2 * output_tiles(problem, first.rows) < SMS.get(problem.arch, 132):
+    if 2 * output_tiles(problem, first.rows) < sms_of(problem.arch):
         return first
     others = (config_of(problem, replace(shape, cluster=1)) for shape in compared_shapes(problem, first))
     return _fastest(problem, [first, *(other for other in others if other is not None)])
@@ -98,7 +93,7 @@ def compared_shapes(problem: AttentionProblem, config: DecodeConfig) -> Shapes:
 
 def _shapes(problem: AttentionProblem, table: Table) -> Shapes:
     """A table's shapes for a problem, the preferred one first."""
-    largest, rows = max(problem.head_dim, problem.head_dim_v), rows_of(problem)
+    largest, rows = max(problem.head_dim, problem.head_dim_v), problem.rows_of_kv_head
     by_rows = next((line for limit, line in table if largest <= limit), ())
     for tile, shapes in by_rows:
         if rows <= tile or tile == MAX_TILE_ROWS:
@@ -148,7 +143,7 @@ def config_of(problem: AttentionProblem, shape: Shape) -> DecodeConfig | None:
 def _takes_stream_k(problem: AttentionProblem, config: DecodeConfig) -> bool:
     """Whether stream-K can run the problem: it takes one tile of rows for each KV head, and few enough steps."""
     steps = -(-problem.seqlen_k // config.step)
-    return rows_of(problem) <= config.rows and 2 * problem.batch * problem.kv_heads * max(1, steps) <= MAX_STEPS
+    return problem.rows_of_kv_head <= config.rows and 2 * problem.batch * problem.kv_heads * max(1, steps) <= MAX_STEPS
 
 
 def box_rows(problem: AttentionProblem, step: int) -> int:
@@ -164,7 +159,11 @@ def cluster_size(problem: AttentionProblem, shape: Shape, rows: int) -> int:
         return 1  # the CTAs of a cluster split the keys as well, and their number depends on the number of tiles
     steps, tiles = -(-keys_of(problem) // (shape.block_n * shape.warp_groups)), output_tiles(problem, rows)
     for rule in CLUSTERS.get(problem.arch, ()):
-        if rows_of(problem) >= rule.rows and tiles <= rule.tiles and rule.size <= steps <= rule.size * rule.steps:
+        if (
+            problem.rows_of_kv_head >= rule.rows
+            and tiles <= rule.tiles
+            and rule.size <= steps <= rule.size * rule.steps
+        ):
             return rule.size
     return 1
 
@@ -191,7 +190,7 @@ def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, residen
     return Work(
         tiles, -(-keys_of(problem) // (config.step * config.cluster)), max(1, held), sms,
         config.cluster * config.step * 2 * (config.head_dim + config.head_dim_v), time,
-        min(config.rows, rows_of(problem)) * config.head_dim_v, of_one, scratch=config.scratch, rows=config.rows,
+        min(config.rows, problem.rows_of_kv_head) * config.head_dim_v, of_one, scratch=config.scratch, rows=config.rows,
     )  # fmt: skip
 
 
@@ -202,7 +201,7 @@ def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resi
     GPU that holds ``resident`` CTAs, with no more clusters than it holds at once. Where lengths are on the device the
     time is that of sequences as long as they may be.
     """
-    work = work_of(problem, config, tiles, resident, SMS.get(problem.arch, 132))
+    work = work_of(problem, config, tiles, resident, sms_of(problem.arch))
     if problem.num_splits:
         return min(config.max_splits, problem.kv_splits(work.steps))
     most = min(config.max_splits, max(1, work.held // tiles)) if config.cluster > 1 else config.max_splits
@@ -211,7 +210,7 @@ def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resi
 
 def _fastest(problem: AttentionProblem, configs: Sequence[DecodeConfig]) -> DecodeConfig:
     """The configuration with the least predicted time."""
-    sms = SMS.get(problem.arch, 132)
+    sms = sms_of(problem.arch)
 
     def time(config: DecodeConfig) -> float:
         tiles = output_tiles(problem, config.rows)

@@ -11,7 +11,7 @@ import torch
 from flashlane import jit
 from flashlane.core import tuned as tune
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.registry import DeviceKernel, Repeat, Resources, memoised, register
+from flashlane.core.registry import DeviceKernel, Repeat, memoised, register
 from flashlane.jit import KernelSource
 from flashlane.jit.launch import Dim3
 from flashlane.kernels.device_file import device_code
@@ -95,11 +95,6 @@ class MmaAttention(DeviceKernel):
         ranked = _ranked(self, problem) if problem.arch == cost.TIMED_ARCH else []
         return [(each.config.describe(), each.microseconds / 1e3) for each in ranked]
 
-    def predicted_ms(self, problem: AttentionProblem) -> float | None:
-        """Milliseconds that the cost model gives the chosen configuration, where it gives any."""
-        found = self.predicted_configs(problem)
-        return found[0][1] if found else None
-
     def spills_allowed(self, config: MmaConfig, arch: str) -> int:
         few = config.block_m == 16  # one of the shapes for few CTAs
         taken = self.tag == shapes.best_tag(config.head_dim_v, few)
@@ -107,9 +102,6 @@ class MmaAttention(DeviceKernel):
 
     def kernel_source(self, config: MmaConfig) -> KernelSource:
         return source_of(config)
-
-    def resources(self, config: MmaConfig) -> Resources:
-        return config.resources()
 
     def shipped(self) -> Iterator[tuple[MmaConfig, tuple[str, ...]]]:
         archs_of: dict[MmaConfig, list[str]] = {}

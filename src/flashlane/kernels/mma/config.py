@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from flashlane.core.arch import ELEMENTS
-from flashlane.core.registry import Resources
 from flashlane.kernels.tile_layout import TileLayout
 
 OUTPUTS = ("direct", "shuffle", "shared")
@@ -99,9 +98,6 @@ class MmaConfig:
     @property
     def threads(self) -> int:
         return 32 * self.warps_q * self.warps_kv
-
-    def resources(self) -> Resources:
-        return Resources(self.threads, self.shared_memory)
 
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""

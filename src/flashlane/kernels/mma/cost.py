@@ -17,7 +17,7 @@ from typing import NamedTuple
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.tuned import few_blocks
-from flashlane.kernels.grid_cost import SMS, Grid, share_of
+from flashlane.kernels.grid_cost import Grid, share_of, sms_of
 from flashlane.kernels.makespan import sections_of
 from flashlane.kernels.mma import tiles
 from flashlane.kernels.mma.config import MmaConfig
@@ -160,9 +160,7 @@ def _predicted(problem: AttentionProblem, config: MmaConfig, timed: Timed, resid
     share = share_of(resident, timed.resident, timed.fixed)
     work = SOFTMAX + (1 - SOFTMAX) * (problem.head_dim + problem.head_dim_v) / width
     one = Coefficients(timed.one.tile * share, timed.one.block * work * share, timed.one.masked * share)
-    time = grid_of(problem, config).time(
-        one, SMS.get(str(problem.arch), SMS[TIMED_ARCH]), resident, timed.fixed / share
-    )
+    time = grid_of(problem, config).time(one, sms_of(problem.arch), resident, timed.fixed / share)
     return shared["launch"] + time
 
 

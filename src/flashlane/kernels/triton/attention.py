@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from flashlane import jit
 from flashlane.core import tuned as stored
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import TunableKernel, memoised, register
@@ -24,8 +23,6 @@ MIN_TRITON = (3, 6)
 MIN_CAPABILITY = 80
 """Triton's own minimum, sm_80."""
 HOW_TO_GET = "pip install 'triton>=3.6' (Linux; torch for CUDA brings it)"
-SMALLEST_SHARED = 99 << 10
-"""Shared memory of a CTA on the smallest GPUs since sm_80; taken where an architecture is unknown here."""
 MAX_SCALE = 3.4e38 / LOG2_E
 
 
@@ -102,18 +99,12 @@ class TritonAttention(TunableKernel):
         """The configurations that are compared and their predicted milliseconds, the fastest first."""
         return [(config.describe(), us / 1e3) for us, config in self._ranked(problem.chosen_for)]
 
-    def predicted_ms(self, problem: AttentionProblem) -> float | None:
-        """Milliseconds that the cost model gives the chosen configuration, where it gives any."""
-        found = self.predicted_configs(problem)
-        return found[0][1] if found else None
-
     def _ranked(self, problem: AttentionProblem) -> list[tuple[float, TritonConfig]]:
         """Predicted microseconds of the table's configurations, the fastest first."""
         return cost.forward_ranked(problem, self._listed(problem), self.precision_of(problem))
 
     def _listed(self, problem: AttentionProblem) -> Iterator[TritonConfig]:
-        limit = jit.shared_limit(problem.arch) if problem.arch in jit.LIMITS else SMALLEST_SHARED
-        return configs.candidates(problem, limit, self.precision_of(problem))
+        return configs.candidates(problem, configs.shared_limit(problem.arch), self.precision_of(problem))
 
     def precision_of(self, problem: AttentionProblem) -> str:
         """How ``tl.dot`` multiplies; the interpreter, which has no tensor cores, always as IEEE says."""

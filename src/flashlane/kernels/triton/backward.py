@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashlane import jit
 from flashlane.core.problem import TENSORS, AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel, register
 from flashlane.kernels.features import CACHE, PAGED
 from flashlane.kernels.params import check_gradient_inputs
 from flashlane.kernels.triton import backward_configs as configs
 from flashlane.kernels.triton.backward_configs import PRECISIONS, BackwardConfig, Tile, padded
-from flashlane.kernels.triton.forward_configs import unit_of
+from flashlane.kernels.triton.forward_configs import shared_limit, unit_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 DTYPES = ("f16", "bf16", "f32")
 MAX_OFFSET = 1 << 31
 PREPARED_KEPT = 1024
-SMALLEST_SHARED = 99 << 10
-"""Shared memory of a block on the smallest GPUs since sm_80."""
 
 
 def supports_backward(problem: AttentionProblem) -> str | None:
@@ -63,7 +60,7 @@ def supports_backward(problem: AttentionProblem) -> str | None:
 
 def config_of(problem: AttentionProblem, inputs: Inputs, do: torch.Tensor, precision: str = "ieee") -> BackwardConfig:
     """The configuration that :func:`triton_backward` runs a call with."""
-    limit = jit.shared_limit(problem.arch) if problem.arch in jit.LIMITS else SMALLEST_SHARED
+    limit = shared_limit(problem.arch)
     # Rows past the end of a sequence must read as 0, which a descriptor gives at the end of its tensor only.
     usable = not problem.varlen and all(
         configs.describable(t.shape, t.stride(), t.element_size(), t.data_ptr())

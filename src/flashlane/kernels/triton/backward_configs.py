@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem
-from flashlane.kernels.grid_cost import SMS
+from flashlane.kernels.grid_cost import sms_of
 from flashlane.kernels.score import ScoreConfig
 
 MAX_HEAD_DIM = 256
@@ -187,7 +187,7 @@ def splits_of(problem: AttentionProblem, config: BackwardConfig) -> tuple[int, i
     if problem.window_left >= 0 and problem.window_right >= 0:
         window = problem.window_left + problem.window_right
         seen_q, seen_k = min(seen_q, window + config.key.bn), min(seen_k, window + config.query.bm)
-    programs_wanted = PROGRAMS_PER_SM * SMS.get(problem.arch, 100)
+    programs_wanted = PROGRAMS_PER_SM * sms_of(problem.arch)
 
     def splits(programs: int, seen: int, tile: int) -> int:
         return max(1, min(programs_wanted // max(programs, 1), -(-seen // (tile * SPLIT_TILES))))

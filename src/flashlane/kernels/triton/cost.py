@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.features import PAGED
-from flashlane.kernels.grid_cost import SMS, Grid
+from flashlane.kernels.grid_cost import Grid, sms_of
 from flashlane.kernels.makespan import sections_of
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.tile_cost import Coefficients, blocks_of
@@ -74,7 +74,7 @@ def modelled(problem: AttentionProblem) -> bool:
     if problem.arch != ARCH or forward_configs.lengths_vary(problem) or any(getattr(problem, name) for name in PAGED):
         return False
     modified = ScoreConfig.of(problem).transformed or problem.bias or problem.dropout_p
-    return not modified and problem.seqlen_q * problem.group > forward_configs.PACKED_ROWS
+    return not modified and problem.rows_of_kv_head > forward_configs.PACKED_ROWS
 
 
 def forward_ranked(
@@ -90,7 +90,7 @@ def forward_ranked(
         timed = fitted.get(name_of(problem, precision, config))
         if timed is not None:
             grid = forward_grid(problem, config)
-            time = grid.time(timed.one, SMS[ARCH], timed.resident, timed.fixed)
+            time = grid.time(timed.one, sms_of(ARCH), timed.resident, timed.fixed)
             time += shared["launch"] + shared["combine"] * (grid.splits > 1)
             predicted.append((max(time, shared["descriptors"]) if config.descriptors else time, config))
     return sorted(predicted, key=lambda each: each[0])

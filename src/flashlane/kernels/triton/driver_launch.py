@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from flashlane.jit.budget import WARP
 from flashlane.jit.launch import Dim3, Function, driver
 from flashlane.jit.launch_pool import Launch, LaunchPlan
 from flashlane.jit.toolchain import ToolchainError
@@ -25,7 +26,6 @@ TYPES |= {"fp32": ctypes.c_float}
 """Types of a kernel's parameters that are no pointers, by their names in Triton's signatures."""
 SCRATCH = ("scratch memory", "memory of the profiler")
 """Pointers behind the parameters that Triton adds to each; 0 for the kernels that are launched here."""
-WARP = 32
 
 
 @dataclass(frozen=True, slots=True)

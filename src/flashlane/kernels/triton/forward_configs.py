@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flashlane import jit
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem
 from flashlane.kernels.features import PAGED
-from flashlane.kernels.grid_cost import SMS
+from flashlane.kernels.grid_cost import sms_of
 
 MIN_COLUMNS = 16
 """Narrowest column tile of a head dim that ``tl.dot`` takes."""
@@ -23,6 +24,8 @@ PACKED_ROWS = 64
 SPLIT_KEYS = 256
 """Fewest keys of a split: below, the combine costs more than the parallel programs save."""
 MAX_SPLITS = 64
+SMALLEST_SHARED = 99 << 10
+"""Bytes of shared memory of a CTA on the smallest GPUs since sm_80."""
 L2_BYTES = 24 << 20
 """Bytes of the L2 cache that the keys and values of one section of heads may take."""
 
@@ -49,6 +52,11 @@ class TritonConfig:
         """Bytes of shared memory: K and V of all stages and Q; an upper estimate."""
         d, dv = sum(column_tiles(problem.head_dim)), sum(column_tiles(problem.head_dim_v))
         return (self.stages * self.bn * (d + dv) + self.bm * d) * problem.dtype.itemsize
+
+
+def shared_limit(arch: str | None) -> int:
+    """Bytes of shared memory that a CTA may have; of an architecture that is not known here, on the smallest GPUs."""
+    return jit.shared_limit(arch) if arch in jit.LIMITS else SMALLEST_SHARED
 
 
 def column_tiles(head_dim: int) -> tuple[int, int]:
@@ -146,19 +154,14 @@ DESCRIPTORS_FROM = 1 << 24
 """Pairs of a query and a key, of all heads, from which descriptors repay what they cost the host (some µs)."""
 
 
-def rows_of(problem: AttentionProblem) -> int:
-    """Rows that share one key/value head of one sequence, when its query heads are packed."""
-    return problem.seqlen_q * problem.group
-
-
 def packed(problem: AttentionProblem) -> bool:
     """Whether the query heads of a key/value head go into one tile."""
-    return problem.group > 1 and rows_of(problem) <= PACKED_ROWS
+    return problem.group > 1 and problem.rows_of_kv_head <= PACKED_ROWS
 
 
 def table_of(problem: AttentionProblem, precision: str) -> tuple[Row, ...]:
     """The table for a problem's type, size and architecture."""
-    rows = rows_of(problem) if packed(problem) else problem.seqlen_q
+    rows = problem.rows_of_kv_head if packed(problem) else problem.seqlen_q
     few = rows <= PACKED_ROWS
     if problem.dtype.itemsize == 4:
         return FEW_ROWS_F32 if few and precision != "ieee" else SINGLE[precision]
@@ -217,7 +220,7 @@ def candidates(problem: AttentionProblem, limit: int, precision: str = "ieee") -
     table, known = table_of(problem, precision), line_of(problem, precision)
     rows = [row for row in table if row.largest == known]
     if table in (FEW_ROWS, FEW_ROWS_F32):
-        height = rows_of(problem) if packed(problem) else problem.seqlen_q
+        height = problem.rows_of_kv_head if packed(problem) else problem.seqlen_q
         height = max(MIN_COLUMNS, _power_of_two(max(height, 1)))
         rows = [replace(row, config=replace(row.config, bm=height)) for row in rows]
     if not describable(problem):
@@ -241,9 +244,9 @@ def splits_of(problem: AttentionProblem, config: TritonConfig) -> int:
     if problem.arch is None:
         return 1
     heads = problem.kv_heads if packed(problem) else problem.heads
-    rows = rows_of(problem) if packed(problem) else problem.seqlen_q
+    rows = problem.rows_of_kv_head if packed(problem) else problem.seqlen_q
     tiles = max(1, problem.batch * heads * -(-rows // config.bm))
-    sms = SMS.get(problem.arch, 100)
+    sms = sms_of(problem.arch)
     if tiles * 4 > sms * 3:
         return 1
     return max(1, min(MAX_SPLITS, 2 * sms // tiles, keys // max(SPLIT_KEYS, config.bn)))

@@ -26,11 +26,6 @@ launch then takes longer by CROWDING of its time for each head above AT_NO_COST,
 Q, dO and dQ of these heads are more than RESIDENT_MIB, which the timings leave between 10 and 14 (notebook 0028)."""
 
 
-def is_causal(problem: AttentionProblem) -> bool:
-    """The right side of the window is bounded and the left is not: tiles are of very unlike length."""
-    return problem.window_right >= 0 and problem.window_left < 0
-
-
 def steps_of(problem: AttentionProblem, block_m: int, block_n: int, ranges: QueryRanges | None = None) -> list[int]:
     """Steps of ``block_m`` queries of a tile of ``block_n`` keys, by its n-block; ranges have m-blocks of their own."""
     if ranges is None:
@@ -71,7 +66,7 @@ def heads_per_section(problem: AttentionProblem, key_blocks: int, sms: int = SMS
     tiles of one head from starting faster than their additions end; twice as many for steps as short as an addition.
     """
     heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
-    causal = is_causal(problem)
+    causal = problem.has_right_only
     section = even(heads, max(1, L2_BYTES // max(1, _bytes_of_head(problem)))) if causal else 1
     if problem.deterministic and (not causal or key_blocks > LONG_CHAIN):
         section = -(-sms // max(1, key_blocks)) * (4 if causal else 1)
@@ -109,7 +104,7 @@ def compared_sections(problem: AttentionProblem) -> Sequence[int]:
     """Heads of the sections that are worth comparing where :func:`by_model` is true."""
     sizes = section_sizes(problem.kv_heads * problem.batch, 1, COMPARED)
     # A window's tiles are nearly alike, so that heads one after the other may end as evenly.
-    return sizes if is_causal(problem) else (1, *sizes)
+    return sizes if problem.has_right_only else (1, *sizes)
 
 
 def crowding(problem: AttentionProblem, section: int, workers: int) -> float:
@@ -128,4 +123,4 @@ def _bytes_of_head(problem: AttentionProblem) -> int:
 def two_cta_heads_per_section(problem: AttentionProblem) -> int:
     """The same for 2-CTA clusters."""
     heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
-    return even(heads, TWO_CTA_HEADS) if is_causal(problem) else 1
+    return even(heads, TWO_CTA_HEADS) if problem.has_right_only else 1

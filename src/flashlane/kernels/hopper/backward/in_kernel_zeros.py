@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
-from flashlane.kernels.hopper.backward.head_swizzle import is_causal, steps_of
+from flashlane.kernels.hopper.backward.head_swizzle import steps_of
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import MAX_TILES, InKernelDq, in_kernel_dq_of
 
 TILES_AHEAD = SMS // 2
@@ -52,7 +52,9 @@ def zeros_are_worth_it(problem: AttentionProblem, in_kernel: InKernelDq, block_m
         block_n: keys of a tile.
         ctas: of a tile; with two, zeros delay the keys of a causal mask's short tiles.
     """
-    unlike = problem.varlen or problem.deterministic or problem.window_left >= 0 or (ctas > 1 and is_causal(problem))
+    unlike = (
+        problem.varlen or problem.deterministic or problem.window_left >= 0 or (ctas > 1 and problem.has_right_only)
+    )
     if unlike or not 0 < LEAST_TILES[ctas] * in_kernel.zeroed_before <= in_kernel.tiles <= MAX_TILES:
         return False
     pairs = sum(steps_of(problem, block_m, block_n)) * block_m * block_n / problem.group

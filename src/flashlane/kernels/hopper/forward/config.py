@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 from flashlane.core.arch import ELEMENTS
-from flashlane.core.registry import Resources
 from flashlane.jit import KernelSource
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.arch import CHUNK, WARPGROUP
@@ -166,9 +165,6 @@ class HopperConfig:
     def shared_memory(self) -> int:
         """Bytes of one CTA."""
         return sum(self.regions.values())
-
-    def resources(self) -> Resources:
-        return Resources(self.threads, self.shared_memory)
 
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""

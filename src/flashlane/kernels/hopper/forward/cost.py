@@ -17,7 +17,6 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.kernels import tile_cost
 from flashlane.kernels.hopper.arch import L2_MIB, SECTOR, SMS
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
-from flashlane.kernels.hopper.forward.tile_scheduler import in_sections
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
@@ -224,7 +223,7 @@ def slowdown(
     workers = SMS // config.cluster
     sharing = max(1, problem.group // config.packed_heads)
     fewest = max(1.0, workers / max(1, len(costs)))  # heads that have as many tiles as there are workers
-    at_once = max(fewest, min(section, workers)) if in_sections(problem) else fewest
+    at_once = max(fewest, min(section, workers)) if problem.has_right_only else fewest
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
     factor, mebibytes = 1.0, max(at_once, section) * mebibytes_of_head(problem, config)
     bandwidth = config.block_n * width / block / 1e6  # TB/s of K and V that a CTA loads
@@ -239,7 +238,7 @@ def slowdown(
         drifted = traffic.drift * sum(costs) / max(1, len(costs)) / block * streams * config.block_n * width / 2**20
         again = (max(1.0, workers / streams) - 1) * min(1.0, drifted / L2_MIB)
         factor += traffic.excess * max(0.0, streams * (1 + again) * bandwidth - traffic.enough)
-    if not in_sections(problem) or not costs:
+    if not problem.has_right_only or not costs:
         return factor
     unlike = 1 - costs[-1] / costs[0]  # tiles of a section are alike where many keys come before all queries
     return factor * (

@@ -12,7 +12,7 @@ from flashlane.core import tuned
 from flashlane.core.arch import ELEMENTS
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
-from flashlane.core.registry import BEFORE_DECODE, DeviceKernel, Repeat, Resources, memoised, register
+from flashlane.core.registry import BEFORE_DECODE, DeviceKernel, Repeat, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH
@@ -69,7 +69,7 @@ class HopperForward(DeviceKernel):
             return f"head_dim of v is {problem.head_dim_v}; it takes up to {MAX_HEAD_DIM_V}"
         if not problem.aligned or problem.head_dim % 8 or problem.head_dim_v % 8:
             return "rows of q, k and v must be contiguous and start on 16 bytes, as TMA copies them"
-        if max(problem.seqlen_q * problem.group, problem.seqlen_k) > MAX_LENGTH:
+        if max(problem.rows_of_kv_head, problem.seqlen_k) > MAX_LENGTH:
             return f"lengths are {problem.seqlen_q} and {problem.seqlen_k}; it takes up to {MAX_LENGTH}"
         return None
 
@@ -99,11 +99,6 @@ class HopperForward(DeviceKernel):
         ranked = select.ranked(problem.chosen_for.with_hiding_sides)
         return [(config.describe(), us / 1e3) for config, us in ranked]
 
-    def predicted_ms(self, problem: AttentionProblem) -> float | None:
-        """Milliseconds that the cost model gives the chosen configuration, where it gives any."""
-        found = self.predicted_configs(problem)
-        return found[0][1] if found else None
-
     def candidates(self, problem: AttentionProblem) -> Iterator[HopperConfig]:
         """What the cost model chooses from, the fastest first; every order of tiles of every shape; combining parts and
         loading pages in every way."""
@@ -122,9 +117,6 @@ class HopperForward(DeviceKernel):
     def sources(self, problem: AttentionProblem) -> tuple[KernelSource, ...]:
         config, _ = config_and_splits(self.config(problem), problem.with_hiding_sides)
         return sources_of(config)
-
-    def resources(self, config: HopperConfig) -> Resources:
-        return config.resources()
 
     def shipped(self) -> Iterator[tuple[HopperConfig, tuple[str, ...]]]:
         chosen = (replace(_config(problem), heads_per_section=0) for problem in shipped_problems())
@@ -180,7 +172,7 @@ class HopperForward(DeviceKernel):
         if dense is not None and _config(dense).cluster == 1:  # clusters would wait for keys together
             problem = dense
         config = _config(problem)
-        if tile_scheduler.in_sections(problem):
+        if problem.has_right_only:
             parts = [problem]
             if problem.varlen:
                 if config.pack_gqa == 1 and len(ranges.sequences) <= MOST_DIVIDED:
@@ -203,7 +195,7 @@ def _outruns_decode(problem: AttentionProblem) -> bool:
 
     Packed sequences have no splits here, and windows were not timed.
     """
-    rows = problem.seqlen_q * problem.group
+    rows = problem.rows_of_kv_head
     if rows not in ROWS_BEFORE_DECODE or not select.has_few_rows(problem) or problem.window_left >= 0:
         return False
     if problem.varlen or KERNEL.supports(problem) is not None:

@@ -15,6 +15,7 @@ import torch
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import KernelSource, launch, launch_pool, tensormap
+from flashlane.jit.budget import WARP
 from flashlane.jit.launch_pool import Launch, LaunchPlan, Map, ParamsBlock
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
 from flashlane.kernels.hopper.block_lists import BlockListParams
@@ -25,7 +26,6 @@ from flashlane.kernels.score import ScoreConfig, ScoreParams, has_score_tensors,
 from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, plain_seqlen_inputs, seqlen_pointers_of
 
 FLOAT_BYTES = 4
-WARP = 32
 
 _STRIDES = ("out_split", "out_batch", "out_row", "out_head", "lse_split", "lse_batch", "lse_head")
 _INTEGERS = ("heads", "group", "window_left", "window_right", "m_blocks", "heads_per_section", "splits", "tiles")

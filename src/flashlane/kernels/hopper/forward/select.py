@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
-from flashlane.core.problem import AttentionProblem
+from flashlane.core.problem import MAX_SPLITS, AttentionProblem
 from flashlane.jit import shared_limit
 from flashlane.kernels import makespan, split_kv
 from flashlane.kernels.hopper.arch import ARCH, L2_MIB, SMS
@@ -45,7 +45,7 @@ def config_for(problem: AttentionProblem) -> HopperConfig:
     What cannot be the fastest, were its tiles spread evenly, is not simulated.
     """
     launches, candidates = _launches(problem), []
-    compared = KEPT if tile_scheduler.in_sections(problem) else 1
+    compared = KEPT if problem.has_right_only else 1
     if len(launches) == compared == 1:
         return launches[0].config
     sizes = [_one_section(problem, launch.config) for launch in launches]
@@ -85,7 +85,7 @@ def _launches(problem: AttentionProblem) -> list[cost.Launch]:
     if problem.window_left >= 0 or problem.window_right >= 0:
         seqlen, one = SeqlenConfig.of(problem), tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
         unmasked = () if seqlen.cache or seqlen.paged else one.unmasked
-        ordered = tile_scheduler.in_sections(problem)
+        ordered = problem.has_right_only
         shapes = tuple(s for s in shapes if s not in unmasked and (s.cluster == 1 or not ordered))
     found = [config_of_shape(shape, problem) for shape in shapes]
     limit = shared_limit(ARCH)
@@ -100,16 +100,14 @@ def _one_section(problem: AttentionProblem, config: HopperConfig) -> int:
 
 def _orders(problem: AttentionProblem, launch: cost.Launch) -> list[int]:
     """The orders of tiles of a launch besides that of one section, as heads of a section."""
-    if launch.config.split or not tile_scheduler.in_sections(problem):
+    if launch.config.split or not problem.has_right_only:
         return []
     return section_sizes(problem, launch.config)[1:]
 
 
 def _ordered(launch: cost.Launch, size: int) -> HopperConfig:
     """A launch's configuration with an order of its tiles, which it names only where it matters."""
-    return (
-        replace(launch.config, heads_per_section=size) if tile_scheduler.in_sections(launch.problem) else launch.config
-    )
+    return replace(launch.config, heads_per_section=size) if launch.problem.has_right_only else launch.config
 
 
 def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
@@ -260,7 +258,7 @@ def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
     if problem.num_splits:
         return problem.kv_splits(longest)
     if by_memory and longest:
-        return split_kv.split_count(_memory_work(problem, config, work_tiles, longest), tile_scheduler.MAX_SPLITS)
+        return split_kv.split_count(_memory_work(problem, config, work_tiles, longest), MAX_SPLITS)
     splits = tile_scheduler.splits_of(work_tiles, longest)
     if splits == 1 or not dense:
         return splits
@@ -271,6 +269,6 @@ def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
 def _memory_work(problem: AttentionProblem, config: HopperConfig, tiles: int, blocks: int) -> split_kv.Work:
     """What decides the splits of few rows, whose CTAs have an SM each."""
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
-    sums = problem.seqlen_q * problem.group * config.columns_v
+    sums = problem.rows_of_kv_head * config.columns_v
     step = cost.coefficients_of(config).block
     return split_kv.Work(tiles, blocks, SMS, SMS, config.block_n * width, step, sums, combine_launch=SEPARATE_COMBINE)

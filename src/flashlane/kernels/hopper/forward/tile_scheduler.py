@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from flashlane.core.problem import AttentionProblem
+from flashlane.core.problem import MAX_SPLITS, AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 
 FULL_ENOUGH = 0.8
 """Share of the SMs beyond which the keys are not split."""
 NEARLY_BEST = 0.85
-MAX_SPLITS = 128
 MIN_BLOCKS = 2
 """Fewest n-blocks of a part."""
 WORTH_SPLITTING = 12
@@ -87,18 +86,13 @@ def combines_in_kernel(rows: int) -> bool:
     return rows <= ROWS_COMBINED_IN_KERNEL
 
 
-def in_sections(problem: AttentionProblem) -> bool:
-    """Whether heads are taken in sections: the tiles of a head are of unlike length, under a causal mask."""
-    return problem.window_right >= 0 and problem.window_left < 0
-
-
 def heads_per_section(problem: AttentionProblem, packed_heads: int) -> int:
     """Tile heads of a section where a configuration names none: all of them, or 1 where the order does not matter.
 
     The longest tiles of a section come first. Tiles that run at once are then equally long, and those of a head read
     the same keys at about the same time. Packed sequences are taken one by one.
     """
-    if not in_sections(problem):
+    if not problem.has_right_only:
         return 1
     return problem.heads // packed_heads * (1 if problem.varlen else problem.batch)
 

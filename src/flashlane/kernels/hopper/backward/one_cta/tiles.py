@@ -7,7 +7,7 @@ from dataclasses import replace
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SECTOR, SMS
 from flashlane.kernels.hopper.backward.design_cost import BYTES_OF_A_MICROSECOND, STATISTICS_BYTES, SUMS_BYTES
-from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, is_causal, steps_of
+from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, steps_of
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.one_cta.config import IN_DS, Dq, OneCtaConfig, PingPong
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
@@ -73,7 +73,7 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     elif not wide:  # or for the next tile's keys
         block_m = least_work(problem, tile, NARROW_ROWS[extras], NARROW_STEP)
         # Packed sequences and windows were slower with it in all 9 problems (notebook 0021).
-        causal = is_causal(problem) and not problem.varlen and not extras
+        causal = problem.has_right_only and not problem.varlen and not extras
         ping_pong: PingPong = NARROW_PING_PONG[block_m] if causal else "until_complete" if extras and masked else "off"
         alike = not masked or (problem.varlen and problem.window_left < 0)
         own_loops = block_m == OWN_LOOPS_ROWS and alike and not extras
@@ -85,7 +85,7 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
             if typical_length(problem) * (1 if masked else problem.group) <= (PACKED if masked else FEW_STEPS):
                 tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
             else:  # of four problems with peeled first steps those without a mask were slower (notebook 0037)
-                tile = replace(tile, peeled=is_causal(problem))
+                tile = replace(tile, peeled=problem.has_right_only)
         elif few_steps(problem) and not long_steps_are_faster(problem, few := tile_of_few_steps(problem, tile)):
             tile = few
         elif problem.window_left < 0:
@@ -111,7 +111,7 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
 
 def tile_of_few_steps(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     """The tile of head dims above 96 for few steps, with room for the keys of two tiles."""
-    if is_causal(problem) and max(problem.head_dim, problem.head_dim_v) <= MAX_SMALL_REGISTER_ATOMICS:
+    if problem.has_right_only and max(problem.head_dim, problem.head_dim_v) <= MAX_SMALL_REGISTER_ATOMICS:
         tile = replace(tile, dq="register_atomics")
     return idle_warps_where_worth_it(problem, replace(tile, block_m=64, k_stages=2, ping_pong="until_issued"))
 
@@ -138,7 +138,7 @@ def long_steps_are_faster(problem: AttentionProblem, few: OneCtaConfig) -> bool:
 
 def middle_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     """The tile of head dims 72 to 96, of dense tensors without score modifiers."""
-    window, causal = problem.window_left >= 0, is_causal(problem)
+    window, causal = problem.window_left >= 0, problem.has_right_only
     mixed = max(problem.head_dim, problem.head_dim_v) <= MAX_MIXED
     few = few_steps(problem, 2 * FEW_STEPS if causal and mixed else FEW_STEPS) and (window or causal or mixed)
     # Hardly any tile is cut by both sides of a window.
@@ -177,7 +177,7 @@ def least_work(problem: AttentionProblem, tile: OneCtaConfig, rows: tuple[int, .
         step: what a step takes besides its queries, in queries.
     """
     if problem.varlen:
-        if not is_causal(problem):
+        if not problem.has_right_only:
             return rows[0]
         # Most sequences are shorter than the longest.
         half = problem.seqlen_q // 2, problem.seqlen_k // 2
@@ -208,4 +208,4 @@ def few_steps(problem: AttentionProblem, most: int = FEW_STEPS) -> bool:
     if problem.window_left >= 0:
         reach = problem.window_left + max(0, problem.window_right)
         return min(problem.seqlen_q, reach) * problem.group <= most
-    return problem.seqlen_q * problem.group <= (most if problem.window_right >= 0 else most // 2)
+    return problem.rows_of_kv_head <= (most if problem.window_right >= 0 else most // 2)

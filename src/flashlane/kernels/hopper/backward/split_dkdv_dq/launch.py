@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import L2_BYTES
-from flashlane.kernels.hopper.backward.head_swizzle import is_causal
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import SplitConfig
 
@@ -23,12 +22,12 @@ def schedule(
 
     def section(heads: int, read: int) -> int:
         """Heads of a section: under a causal mask as many as fit half of the L2 cache, else 1."""
-        return min(heads, max(1, L2_BYTES // 2 // max(1, read))) if is_causal(problem) else 1
+        return min(heads, max(1, L2_BYTES // 2 // max(1, read))) if problem.has_right_only else 1
 
     dkdv = GradientLaunch(
         (n_blocks * kv_heads, config.cluster, 1),
         (config.cta_rows, config.dkdv_keys),
-        {"blocks": n_blocks, "heads_per_section": section(kv_heads, problem.seqlen_q * problem.group * row_bytes)},
+        {"blocks": n_blocks, "heads_per_section": section(kv_heads, problem.rows_of_kv_head * row_bytes)},
         # CTAs past the end of a packed sequence end without a wait for the row statistics, perhaps all of them: then
         # the launch of dQ, which waits for this one, would not wait for the statistics either.
         overlapped=not problem.varlen,

@@ -7,7 +7,6 @@ from flashlane.kernels.hopper.arch import CHUNK
 from flashlane.kernels.hopper.backward.head_swizzle import (
     by_model,
     fastest_section,
-    is_causal,
     steps_of,
     two_cta_heads_per_section,
 )
@@ -44,7 +43,7 @@ def schedule(
     if split.splits > 1 and not problem.varlen:
         section = order_of(problem, config, sms // CTAS).heads_per_section
     # Under a window, clusters ended as early with the heads one after the other (notebook 0026).
-    if not section and is_causal(problem) and by_model(problem):
+    if not section and problem.has_right_only and by_model(problem):
         section = fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms // CTAS)
     section = section or two_cta_heads_per_section(problem)
     sizes = {"blocks": n_blocks, "first_block": n_block_range.start, "tiles": tiles, "heads_per_section": section}
