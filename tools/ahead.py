@@ -151,10 +151,11 @@ def auto() -> Iterator[KernelSource]:
 def drawn(text: str) -> Iterator[KernelSource]:
     """What lists of drawn.py need."""
     import drawn as script
+    from drawn_compile import needed
 
     for asked, candidates in script.lists_of_text(text):
         for number in range(asked.count):
-            yield from script.needed(asked.problem(number, ARCH), asked.direction, candidates)
+            yield from needed(asked.problem(number, ARCH), asked.direction, candidates)
 
 
 PARTS: dict[str, Callable[[], Iterator[KernelSource]]] = {

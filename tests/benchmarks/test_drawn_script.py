@@ -384,10 +384,11 @@ def test_what_a_problem_needs_on_a_gpu_is_known_without_one(
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     problem = spaces.draw(random.Random(1), spaces.DENSE_TIMED).problem("sm_90a")
-    forward = list(script.needed(problem, "forward", False))
-    backward = list(script.needed(replace(problem, needs_grad=True), "backward", False))
+    needed = importlib.import_module("drawn_compile").needed
+    forward = list(needed(problem, "forward", False))
+    backward = list(needed(replace(problem, needs_grad=True), "backward", False))
     assert len(forward) == 1 and len(backward) >= 3 and forward[0] in backward
-    assert len(list(script.needed(problem, "forward", True))) > 1
+    assert len(list(needed(problem, "forward", True))) > 1
 
 
 def test_shares_of_several_processes_are_joined(

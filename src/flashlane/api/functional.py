@@ -63,8 +63,10 @@ def flash_attn_func(
             FlashAttention-2 has it (:func:`flashlane.api.attn_probs.signed_probabilities`), in O(sq·sk) memory.
         kernel: the tag of the kernel to run; it runs or raises. None lets the dispatcher choose, see :func:`explain`.
         return_lse: also return the LSE.
-        sinks: ``(h,)``: one more logit for every row of a head, which takes probability and gives no value.
-        attn_bias: added to the scores, broadcastable to ``(b, h, sq, sk)``; −inf hides a key.
+        sinks: ``(h,)``, of any floating-point dtype: one more logit for every row of a head, which takes probability
+            and gives no value.
+        attn_bias: of any floating-point dtype, broadcastable to ``(b, h, sq, sk)``, added to the scores; −inf hides a
+            key.
         logit_scale: f32 ``(h,)``, positive: a factor of every score of a head, before the soft cap. A model that learns
             one temperature a head (QK-norm) needs no scaled copy of q for it.
 
@@ -104,7 +106,7 @@ def flash_attn_qkvpacked_func(
     attn_bias: torch.Tensor | None = None,
     logit_scale: torch.Tensor | None = None,
 ) -> Result:
-    """:func:`flash_attn_func` of one tensor ``(b, s, 3, h, d)`` that holds q, k and v; the same keywords of ours."""
+    """:func:`flash_attn_func` of one tensor ``(b, s, 3, h, d)`` that holds q, k and v; all else is as there."""
     q, k, v = _unpack("qkv", qkv, 3)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(
@@ -130,7 +132,7 @@ def flash_attn_kvpacked_func(
     attn_bias: torch.Tensor | None = None,
     logit_scale: torch.Tensor | None = None,
 ) -> Result:
-    """:func:`flash_attn_func` of q and one tensor ``(b, sk, 2, hk, d)`` that holds k and v; the same keywords."""
+    """:func:`flash_attn_func` of q and one tensor ``(b, sk, 2, hk, d)`` that holds k and v; all else is as there."""
     k, v = _unpack("kv", kv, 2)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(
@@ -182,6 +184,11 @@ def flash_attn_varlen_func(
 
     Returns:
         out ``(total_q, h, dv)``, and where asked the LSE ``(h, total_q)``.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be; the message names it.
+        NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why. Lengths that a
+            GPU holds are not read, so ``cu_seqlens`` that decrease are not found there.
     """
     if not (isinstance(cu_seqlens_q, torch.Tensor) and isinstance(cu_seqlens_k, torch.Tensor)):
         cu = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -213,7 +220,10 @@ def flash_attn_varlen_qkvpacked_func(
     attn_bias: torch.Tensor | None = None,
     logit_scale: torch.Tensor | None = None,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of one tensor ``(total, 3, h, d)`` that holds q, k and v of the same lengths."""
+    """:func:`flash_attn_varlen_func` of one tensor ``(total, 3, h, d)`` that holds q, k and v of the same lengths.
+
+    All else is as there.
+    """
     q, k, v = _unpack("qkv", qkv, 3, ("total",))
     where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
@@ -243,7 +253,10 @@ def flash_attn_varlen_kvpacked_func(
     attn_bias: torch.Tensor | None = None,
     logit_scale: torch.Tensor | None = None,
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of q and one tensor ``(total_k, 2, hk, d)`` that holds k and v."""
+    """:func:`flash_attn_varlen_func` of q and one tensor ``(total_k, 2, hk, d)`` that holds k and v.
+
+    All else is as there.
+    """
     k, v = _unpack("kv", kv, 2, ("total",))
     where = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
@@ -380,7 +393,23 @@ def explain(
 ) -> dispatch.Explanation:
     """Which kernel :func:`flash_attn_func` would run for these arguments, and why each other one would not.
 
-    What is returned along with the output changes nothing, so ``return_attn_probs`` and ``return_lse`` are not read.
+    Args:
+        q: of which, as of k and v, only shape, strides, dtype, device and ``requires_grad`` are read.
+        k: the keys.
+        v: the values.
+        return_attn_probs: not read, as what is returned along with the output changes no choice.
+        kernel: the tag of a kernel, of which the text also says what would run in its place; or None.
+        return_lse: not read.
+
+    The other arguments are those of :func:`flash_attn_func`.
+
+    Returns:
+        An object that prints as text, with the chosen kernel, its configurations and their predicted times, and each
+        other kernel's reason (:class:`flashlane.core.explanation.Explanation`).
+
+    Raises:
+        TypeError, ValueError: an argument cannot be; the message names it.
+        NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
     problem = ops.problem_of(
         Inputs(q, k, v, alibi_slopes=alibi_slopes, bias=attn_bias, sinks=sinks, logit_scale=logit_scale),
