@@ -194,6 +194,48 @@ def test_bounds_of_numbers_that_are_infinite_or_not_numbers() -> None:
     )
 
 
+_rows = torch.randint(0, 2, (6, 4), generator=torch.Generator().manual_seed(3)).bool().repeat_interleave(16, 1)
+_with_nan = torch.linspace(-2, 2, 64).index_fill_(0, torch.tensor([5, 40]), float("nan"))
+HARD_TO_BOUND = {
+    "a float as index": lambda b, h, q, kv: _rows[(h + 1.0).int(), kv],
+    "half a head": lambda b, h, q, kv: _rows[(h * 0.5 + 1).int(), kv],
+    "a bit of a head": lambda b, h, q, kv: _rows[h & 1, kv],
+    "a shifted head": lambda b, h, q, kv: _rows[h >> 1, kv],
+    "another bit": lambda b, h, q, kv: _rows[h ^ 1, kv],
+    "fmod": lambda b, h, q, kv: _rows[torch.fmod(h + 1, 3), kv],
+    "a truncated half": lambda b, h, q, kv: _rows[torch.div(h, 2, rounding_mode="trunc"), kv],
+    "documents by hashes": lambda b, h, q, kv: _ids[q] == _ids[kv],
+    "an order of hashes": lambda b, h, q, kv: _ids[q] >= _ids[kv],
+    "ids just above f64": lambda b, h, q, kv: _ids[q] - 2**60 + 2**53 == _ids[kv] - 2**60 + 2**53,
+    "clamped NaN": lambda b, h, q, kv: _with_nan[kv].clamp(-3, 3) <= 3,
+    "absolute NaN": lambda b, h, q, kv: _with_nan[kv].abs() >= 0,
+    "NaN in a minimum": lambda b, h, q, kv: torch.minimum(_with_nan[kv], _with_nan[q] * 0 + 3) <= 3,
+    "tanh of NaN": lambda b, h, q, kv: torch.tanh(_with_nan[kv]) <= 1,
+    "sigmoid of NaN": lambda b, h, q, kv: torch.sigmoid(_with_nan[kv]) >= 0,
+    "NaN is not itself": lambda b, h, q, kv: _with_nan[kv] == _with_nan[kv],
+    "NaN times 0": lambda b, h, q, kv: _with_nan[kv] * 0 == 0,
+    "NaN as a bool": lambda b, h, q, kv: (_with_nan[kv] * 0).bool(),
+    "a choice by NaN": lambda b, h, q, kv: torch.where(_with_nan[kv] > -9, 1, 2) == 2,
+    "infinity less itself": lambda b, h, q, kv: (_infinite[kv] - _infinite[q]).abs() >= 0,
+    "a clamped logarithm": lambda b, h, q, kv: torch.log(kv - 5.0).clamp(-3, 3) <= 3,
+    "not unlike": lambda b, h, q, kv: _with_nan[kv].clamp(0, 0) != 0,
+}
+_ids = 2**60 + torch.arange(64) // 16 * 3
+_infinite = torch.zeros(64).index_fill_(0, torch.tensor([7]), float("inf"))
+
+
+@pytest.mark.parametrize("name", HARD_TO_BOUND)
+def test_blocks_are_full_or_empty_only_where_all_pairs_are(name: str) -> None:
+    mask = HARD_TO_BOUND[name]
+    sizes = 2, 4, 64, 64
+    found = flashlane.create_block_mask(mask, *sizes, "cpu", BLOCK_SIZE=16)
+    b, h, q, kv = (torch.arange(n).view([-1 if axis == i else 1 for i in range(4)]) for axis, n in enumerate(sizes))
+    wanted = mask(b, h, q, kv).expand(sizes).unflatten(3, (4, 16)).unflatten(2, (4, 16))
+    states = blocks.states(found).expand(2, 4, 4, 4)
+    assert torch.equal(states == blocks.FULL, wanted.all(5).all(3))
+    assert torch.equal(states == blocks.HIDDEN, ~wanted.any(5).any(3))
+
+
 def test_lists_of_batches_and_heads_that_do_not_matter_are_views() -> None:
     mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv + h, 4, 3, 300, 300, "cpu")
     narrow = blocks.narrowed(mask)

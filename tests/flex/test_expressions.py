@@ -54,6 +54,33 @@ def test_drawn_scores_and_all_their_derivatives(seed: int) -> None:
         same(total, torch.zeros_like(total) if wanted is None else wanted, drawn)
 
 
+ACTIVATIONS = {
+    name: getattr(torch.nn.functional, name)
+    for name in ("softplus", "gelu", "leaky_relu", "elu", "celu", "selu", "silu", "mish", "hardtanh", "relu6",
+                 "logsigmoid", "tanhshrink", "softsign")
+}  # fmt: skip
+ACTIVATIONS |= {
+    "softplus with a threshold": lambda x: torch.nn.functional.softplus(x, 2.0, 5.0),
+    "gelu by tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "elu with a factor": lambda x: torch.nn.functional.elu(x, 1.3),
+    "celu with a factor": lambda x: torch.nn.functional.celu(x, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_and_their_derivatives_are_torchs_for_large_scores_too(name: str) -> None:
+    """In f32 the exponential of a score above 88 is infinite, and 0 times that is NaN."""
+    function = ACTIVATIONS[name]
+    program, _ = bind(lambda score, b, h, q, kv: function(score), None, CPU)
+    score = torch.tensor([*torch.linspace(-9, 9, 37), -1000.0, -95.0, 95.0, 1000.0], requires_grad=True)
+    expected = function(score)
+    (slope,) = torch.autograd.grad(expected.sum(), score)
+    inputs = {"score": score.detach(), **places((1, 1, 1, 1))}
+    found = evaluate([program.score, derivative.of_score(program.score)], inputs, (), ())
+    torch.testing.assert_close(found[0].expand_as(expected), expected.detach(), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(found[1].expand_as(slope), slope, rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_masks(seed: int) -> None:
     drawn = draw(1000 + seed, "mask_mod")

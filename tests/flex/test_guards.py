@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -198,3 +199,98 @@ def test_gradients_must_be_on_as_they_were() -> None:
     assert guard(leaf)
     with torch.no_grad():
         assert not guard(leaf)
+
+
+class Scale:
+    """A score whose factor comes from the class, by a way that has a name."""
+
+    factor: float = 1.0
+    offset = torch.zeros(())
+
+    @property
+    def doubled(self) -> float:
+        return 2 * Scale.factor
+
+    @staticmethod
+    def given() -> float:
+        return Scale.factor
+
+    @classmethod
+    def own(cls) -> float:
+        return cls.factor
+
+    def __call__(self, score, b, h, q, kv):
+        return score * self.factor
+
+    def __float__(self) -> float:
+        return self.factor
+
+
+class Wider(Scale):
+    pass
+
+
+class Scaled(torch.nn.Module):
+    factor = 1.0
+
+    def forward(self, score, b, h, q, kv):
+        return score * self.factor
+
+
+THROUGH_A_CLASS = {
+    "the class": lambda s, *_: s * Scale.factor,
+    "a property": lambda s, *_: s * _scale.doubled,
+    "a static method": lambda s, *_: s * Scale.given(),
+    "a method of the class": lambda s, *_: s * Wider.own(),
+    "a call": Scale(),
+    "a base class": Wider(),
+    "a special method": lambda s, *_: s * float(_scale),
+    "its name": lambda s, *_: s * getattr(_scale, "factor"),  # noqa: B009
+    "an instance of its own": lambda s, *_: s * Scale().factor,
+}
+_scale = Scale()
+
+
+@pytest.mark.parametrize("way", THROUGH_A_CLASS)
+def test_an_attribute_of_a_class_that_changes_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = THROUGH_A_CLASS[way]
+    key, guard = fingerprint(function).key, function_guard(function)
+    assert fingerprint(function).key == key and guard(function) is not None
+    monkeypatch.setattr(Scale, "factor", 3.0)
+    assert fingerprint(function).key != key and guard(function) is None
+    monkeypatch.undo()
+    assert fingerprint(function).key == key and guard(function) is not None
+
+
+def test_a_method_that_is_replaced_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, name, function in ((Scale, "__call__", Scale()), (Scaled, "forward", Scaled())):
+        key, guard = fingerprint(function).key, function_guard(function)
+        monkeypatch.setattr(kind, name, lambda self, score, *at: score)
+        assert fingerprint(function).key != key and guard(function) is None
+
+
+def test_a_tensor_of_a_class_is_one_that_the_function_captures() -> None:
+    function = lambda s, *_: s + Scale.offset  # noqa: E731
+    assert fingerprint(function).tensors == [Scale.offset] and function_guard(function)(function) == (Scale.offset,)
+
+
+def test_a_builtin_method_is_compared_with_its_object() -> None:
+    settings = {"factor": 1.0}
+    get = settings.get
+    function = lambda s, *_: s * get("factor")  # noqa: E731
+    key, guard = fingerprint(function).key, function_guard(function)
+    settings["factor"] = 3.0
+    assert fingerprint(function).key != key and guard(function) is None
+
+
+def test_objects_that_equal_themselves_alone_never_share_a_key() -> None:
+    """Not even where one gets the address of another one that is gone."""
+    keys = [fingerprint(made(operator.methodcaller("mul", factor))).key for factor in range(20)]
+    assert len(set(keys)) == 20
+
+
+def test_attributes_that_no_code_reads_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = Wider()
+    key = fingerprint(function).key
+    monkeypatch.setattr(Scale, "unread", object(), raising=False)
+    assert fingerprint(function).key == key

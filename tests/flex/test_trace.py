@@ -11,7 +11,7 @@ import torch
 from support.flex_oracle import mapped, places
 
 from flashlane.flex import bind as bind_module
-from flashlane.flex.bind import bind
+from flashlane.flex.bind import bind, binding_of
 from flashlane.flex.evaluate import evaluate
 
 CPU = torch.device("cpu")
@@ -130,6 +130,10 @@ REFUSED = {
     "own backward": (lambda score, b, h, q, kv: _Own.apply(score), "_Own"),
     "a row's sum": (lambda score, b, h, q, kv: score + _table[h].sum(), "sum"),
     "search": (lambda score, b, h, q, kv: score + torch.searchsorted(_table[0], score), "searchsorted"),
+    "the bits": (lambda score, b, h, q, kv: score + (score.view(torch.int32) & 1), "view"),
+    "a list of a part": (lambda score, b, h, q, kv: score + _table[0].exp().tolist()[1], "_local_scalar_dense"),
+    "numpy": (lambda score, b, h, q, kv: score + float(_table.numpy()[0, 0]), "reads a value of a tensor"),
+    "a comparison": (lambda score, b, h, q, kv: score * torch.equal(_table[0] + 1, _table[1]), "reads a value"),
     "random": (lambda score, b, h, q, kv: torch.nn.functional.dropout(score, 0.5), "bernoulli"),
 }
 
@@ -184,6 +188,32 @@ def test_a_function_that_reads_another_value_is_traced_again(
     monkeypatch.setattr(f"{__name__}._window", 6)
     assert bind(None, mask, CPU)[1].integers == (6,)
     assert len(traces) == 2
+
+
+READS = {
+    "item": lambda t: t[0].item(),
+    "float": lambda t: float(t[0]),
+    "a branch": lambda t: 3.0 if t[0] > 2 else 1.0,
+    "a list": lambda t: t.tolist()[0],
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_a_function_that_reads_an_element_into_python_is_traced_at_each_call(way: str, traces: list[object]) -> None:
+    """What it read holds for one call: the tensor may hold another number at the next one."""
+    factors = torch.tensor([1.0, 0.0])
+
+    def score_mod(score, b, h, q, kv):
+        return score * READS[way](factors)
+
+    at = {"score": torch.ones(()), **{name: torch.zeros((), dtype=torch.int32) for name in ("b", "h", "q", "kv")}}
+    for number in (1.0, 3.0, 1.0):
+        factors[0] = number
+        program, arguments = bind(score_mod, None, CPU)
+        given = at, arguments.tensors, arguments.integers
+        assert float(torch.ones(()) if program.score is None else evaluate([program.score], *given)[0]) == number
+        assert binding_of(score_mod, None, CPU) is None
+    assert len(traces) == 3
 
 
 def test_integers_but_minus_one_to_one_are_launch_parameters() -> None:

@@ -267,11 +267,15 @@ def test_torch_func(name: str) -> None:
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("feature", ["alibi", "alibi of each", "bias", "bias of each", "sinks", "sinks of each", "lse"])
+@pytest.mark.parametrize(
+    "feature",
+    ["alibi", "alibi of each", "alibi of one sequence", "bias", "bias of each", "sinks", "sinks of each", "lse"],
+)
 def test_vmap_of_features_is_one_call_after_another(feature: str) -> None:
-    q, k = torch.randn(3, 2, 5, 4, 8, dtype=F64), torch.randn(3, 2, 7, 2, 8, dtype=F64)
+    batch = 1 if feature.endswith("of one sequence") else 2
+    q, k = torch.randn(3, batch, 5, 4, 8, dtype=F64), torch.randn(3, batch, 7, 2, 8, dtype=F64)
     each = feature.endswith("of each")
-    shapes = {"alibi": (2, 4), "bias": (4, 5, 1), "sinks": (4,), "lse": ()}
+    shapes = {"alibi": (batch, 4), "bias": (4, 5, 1), "sinks": (4,), "lse": ()}
     kind = feature.split()[0]
     extra = torch.rand(((3,) if each else ()) + shapes[kind], dtype=torch.float32 if kind == "alibi" else F64)
     keyword = {"alibi": "alibi_slopes", "bias": "attn_bias", "sinks": "sinks"}.get(kind)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from flashlane.core.problem import VECTOR_BYTES
 from flashlane.distributed import functional, own_sums
 
 used: list[int] = []
@@ -25,7 +26,7 @@ def enqueue(device: int | None, dtype: torch.dtype, sums: Sequence[own_sums.Sum]
     used.append(len(sums))
     for to, parts, elements in sums:
         assert elements % own_sums.OF_A_THREAD == 0 and 1 <= len(parts) <= own_sums.RANKS
-        assert not any(address % own_sums.VECTOR for address in (to, *parts))
+        assert not any(address % VECTOR_BYTES for address in (to, *parts))
         first, *others = (at(address, torch.float32, elements) for address in parts)
         total = first.clone()
         for other in others:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from flashlane.core.problem import VECTOR_BYTES
 from flashlane.distributed import own_copies
 from flashlane.distributed.comm import Ranks, check_in_step, check_label
 from flashlane.distributed.watch import Watch, stream_write, timeout_of
@@ -302,7 +303,7 @@ class GpuMemory(PeerMemory):
             t = tensors[i]
             size = t.stride(1) * t.itemsize
             found.append((own + place, t.data_ptr() + row * size, count * size))
-        if any(number % own_copies.VECTOR for each in found for number in each):
+        if any(number % VECTOR_BYTES for each in found for number in each):
             super().copy_own(start, moves, tensors)
         else:
             own_copies.enqueue(self.device.index, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,8 @@ def translate(
         return None
     name = name if name.startswith("__") else name.rstrip("_")
     name = _RENAMED.get(name, name)
+    if name == "view" and overload == "dtype":  # the bits as another type
+        return None
     if name in _SAME or (name in ("_to_copy", "to", "convert_element_type", "type_as", "copy")):
         source = args[1] if name == "copy" else args[0]
         return cast(source, dtype) if isinstance(source, Expression) else None
@@ -226,6 +229,53 @@ def _relu(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: L
     return where(binary("gt", x, number(0, work)), x, number(0, work))
 
 
+def _softplus(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    """Where x is returned, the exponential has a finite operand: its derivative must not be 0 times infinity."""
+    values = dict(zip(("beta", "threshold"), args[1:], strict=False)) | kwargs
+    x, beta = _as(args[0], work), _as(values.get("beta", 1), work)
+    limit = _as(values.get("threshold", 20), work)
+    scaled = binary("mul", x, beta)
+    linear = binary("gt", scaled, limit)
+    exponent = where(linear, number(0, work), scaled)
+    return where(linear, x, binary("div", unary("log1p", unary("exp", exponent)), beta))
+
+
+def _gelu(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    x = _as(args[0], work)
+    if kwargs.get("approximate", "none") == "tanh":
+        cubed = binary("mul", x, binary("mul", x, x))
+        inner = binary("add", x, binary("mul", number(0.044715, work), cubed))
+        bent = unary("tanh", binary("mul", number(math.sqrt(2 / math.pi), work), inner))
+    else:
+        bent = unary("erf", binary("mul", x, number(math.sqrt(0.5), work)))
+    return binary("mul", binary("mul", x, number(0.5, work)), binary("add", number(1, work), bent))
+
+
+def _leaky_relu(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    x, slope = _as(args[0], work), args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)
+    return where(binary("gt", x, number(0, work)), x, binary("mul", x, _as(slope, work)))
+
+
+def _hardtanh(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    """Unlike :func:`_clamp` it has no gradient at its bounds, as in torch."""
+    values = dict(zip(("min_val", "max_val"), args[1:], strict=False)) | kwargs
+    x = _as(args[0], work)
+    least, most = _as(values.get("min_val", -1), work), _as(values.get("max_val", 1), work)
+    return where(binary("le", x, least), least, where(binary("ge", x, most), most, x))
+
+
+def _elu(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    """Above 0, where x is returned, the exponential has a finite operand, as that of :func:`_softplus`."""
+    values = dict(zip(("alpha", "scale", "input_scale"), args[1:], strict=False)) | kwargs
+    if name == "celu":
+        values["input_scale"] = 1 / values.get("alpha", 1)
+    alpha, scale, input_scale = (_as(values.get(key, 1), work) for key in ("alpha", "scale", "input_scale"))
+    x, zero = _as(args[0], work), number(0, work)
+    above = binary("gt", x, zero)
+    below = unary("expm1", binary("mul", where(above, zero, x), input_scale))
+    return binary("mul", scale, where(above, x, binary("mul", alpha, below)))
+
+
 def _where(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
     condition, a, b = (args[1], args[2], args[0]) if name == "masked_fill" else args
     return where(_as(condition, "bool"), _as(a, work), _as(b, work))
@@ -249,6 +299,12 @@ RULES: dict[str, Rule] = {
     "square": _square,
     "pow": _pow,
     "relu": _relu,
+    "softplus": _softplus,
+    "gelu": _gelu,
+    "leaky_relu": _leaky_relu,
+    "elu": _elu,
+    "celu": _elu,
+    "hardtanh": _hardtanh,
 }
 
 

@@ -42,7 +42,7 @@ def traced(
         return known, tuple(code.tensors[i] for i in places)
     fresh = trace(function, kind, device, score_type)
     places = [next((i for i, t in enumerate(code.tensors) if t is leaf), None) for leaf in fresh.leaves]
-    if None not in places:
+    if None not in places and not fresh.reads_values:
         if len(_traced) >= MOST_TRACED:
             _traced.clear()
         strict = code.reads_shapes or fresh.prelude is not None

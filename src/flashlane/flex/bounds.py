@@ -5,6 +5,8 @@ A mask is not evaluated in the blocks whose bounds tell that all pairs are visib
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ ROUNDED = ("constant", "cast", "add", "sub", "mul", "div")
 """Operations whose results are rounded to their type."""
 RISING = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0), "erf": (-1.0, 1.0)}
 """Functions that rise from one limit to another."""
+KEEPS_NUMBERS = ("neg", "abs", "sign", "minimum", "maximum", "cast", "detach", "where", "exp", "exp2", *RISING)
+KEEPS_NUMBERS += ("floor", "ceil", "trunc", "round")
+"""Operations whose result is NaN only where an operand is."""
 EXACT = {"i32": 2.0**31 - 1, "i64": 2.0**53}
 """Integers of each type up to this size do not wrap around, and are exact in f64."""
 APPROXIMATE = 2.0**-10
@@ -37,6 +42,8 @@ class Bounds:
 
     low: torch.Tensor
     high: torch.Tensor
+    nan: torch.Tensor | bool = False
+    """Whether the value of a pair may be NaN, which is within no bounds."""
 
     @property
     def exact(self) -> torch.Tensor:
@@ -44,7 +51,7 @@ class Bounds:
 
     def numbers(self) -> Bounds:
         """The same in f64."""
-        return Bounds(self.low.double(), self.high.double()) if self.low.dtype == torch.bool else self
+        return Bounds(self.low.double(), self.high.double(), self.nan) if self.low.dtype == torch.bool else self
 
 
 @dataclass(frozen=True)
@@ -97,12 +104,51 @@ def bounds(
         of_floats = e.op == "load" and e.dtype in FLOATING
         if of_floats or e.op in ("add", "sub", "mul", "floordiv", "remainder", "cast"):  # infinite bounds may give NaN
             low, high = low.nan_to_num(-INFINITY, INFINITY, -INFINITY), high.nan_to_num(INFINITY, INFINITY, -INFINITY)
-        if e.dtype in EXACT and e.operands and e.op != "load" and may_round(e, ranges):
+        if e.op == "load" and e.dtype == "i64":  # larger ones are rounded to f64, hashes of documents for one
+            low, high = _fitting(low, high, EXACT["i64"] - 1)
+        elif e.dtype in EXACT and e.operands and e.op != "load" and (may_round(e, ranges) or _from_float(e)):
             low, high = _fitting(low, high, EXACT[e.dtype])
         if e.dtype == "bool" and low.dtype != torch.bool:
             low, high = low != 0, high != 0
-        of_expression[e] = Bounds(low, high)
+        nan = _may_be_nan(e, operands, tensors)
+        if e.op == "cast" and operands[0].nan is not False and e.dtype not in FLOATING:
+            low, high = _of_nan(operands[0].nan, low, high)
+        of_expression[e] = Bounds(low, high, nan)
     return of_expression[root]
+
+
+def _may_be_nan(e: Expression, x: list[Bounds], tensors: Sequence[torch.Tensor] | None) -> torch.Tensor | bool:
+    """Whether the value of a floating expression may be NaN."""
+    if e.dtype not in FLOATING or e.op == "integer":
+        return False
+    if e.op == "constant":
+        return math.isnan(float(e.value))  # type: ignore[arg-type]
+    if e.op == "load":
+        return True if tensors is None else tensors[e.value].isnan().any()  # type: ignore[index]
+    if e.op == "input":
+        return e.value == "score"
+    nan = functools.reduce(operator.or_, (one.nan for one in x), False)
+    if e.op in KEEPS_NUMBERS:
+        return nan
+    divides = e.op == "div" and e.operands[1].op == "constant" and bool(e.operands[1].value)
+    if e.op in ("add", "sub", "mul") or divides:
+        for one in x:
+            nan = nan | one.low.isinf() | one.high.isinf()
+        return nan
+    return True
+
+
+def _from_float(e: Expression) -> bool:
+    """Whether a floating number is converted to an integer, which is undefined outside of the integer's type."""
+    return e.op == "cast" and e.operands[0].dtype in FLOATING
+
+
+def _of_nan(nan: torch.Tensor | bool, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds of what is converted from a number that may be NaN: it may then be any number, or True."""
+    if low.dtype == torch.bool:
+        return low, high | nan
+    nan = torch.as_tensor(nan, device=low.device)
+    return torch.where(nan, -INFINITY, low), torch.where(nan, INFINITY, high)
 
 
 def _fitting(low: torch.Tensor, high: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +179,7 @@ def _load(
     """The bounds of a load from a captured tensor.
 
     An axis that q or kv itself indexes is reduced block by block. Where the index of another axis depends on q or kv,
-    the bounds are those of the whole tensor.
+    or is not known exactly, the bounds are those of the whole tensor.
     """
     direct = [str(operand.value) if operand.op == "input" else "" for operand in e.operands]
     pooled = [axis for axis, name in enumerate(direct) if name in grid.size]
@@ -150,10 +196,18 @@ def _load(
             low, high = _reduced(low, axis, size, True), _reduced(high, axis, size, False)
         pools[key] = low.double(), high.double()
     low, high = pools[key]
-    at: list[torch.Tensor] = [indices[axis].low.long() for axis in range(tensor.ndim)]
+    if not tensor.ndim:
+        return low, high
+    known = functools.reduce(
+        operator.and_, (indices[axis].exact & indices[axis].low.isfinite() for axis in others), True
+    )
+    at: list[torch.Tensor] = [torch.where(index.exact & index.low.isfinite(), index.low, 0).long() for index in indices]
     for axis in pooled:
         at[axis] = grid.blocks[direct[axis]].clamp_max(low.shape[axis] - 1)
-    return (low[tuple(at)], high[tuple(at)]) if at else (low, high)
+    low, high = low[tuple(at)], high[tuple(at)]
+    if known is True:
+        return low, high
+    return torch.where(known, low, tensor.amin().double()), torch.where(known, high, tensor.amax().double())
 
 
 def _reduced(tensor: torch.Tensor, axis: int, size: int, least: bool) -> torch.Tensor:
@@ -239,6 +293,15 @@ def _ends(x: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _comparison(op: str, a: Bounds, b: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
+    """NaN is unequal to every number, and all other comparisons with it are False."""
+    low, high = _comparison_of_numbers(op, a, b)
+    nan = a.nan | b.nan
+    if nan is False:
+        return low, high
+    return (low, high | nan) if op == "ne" else (low & ~torch.as_tensor(nan, device=low.device), high)
+
+
+def _comparison_of_numbers(op: str, a: Bounds, b: Bounds) -> tuple[torch.Tensor, torch.Tensor]:
     if op in ("gt", "ge"):
         op, a, b = {"gt": "lt", "ge": "le"}[op], b, a
     if op == "lt":

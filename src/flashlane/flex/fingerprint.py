@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ MOST_ITEMS = 256
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.device)
 _MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
 """Modules whose attributes are assumed not to change."""
-
+_STANDARD = sys.stdlib_module_names | {"torch", "numpy"}
+"""Modules whose classes are assumed not to change."""
+_CONSTRUCTORS = {"__init__", "__new__", "__post_init__", "__call__"}
+_NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__str__", "__dir__", "__sizeof__", "__init_subclass__"}
+_NOT_CALLED |= {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__"}
+"""Special methods that an operation on an instance does not call."""
 
 _SHAPES = {"shape", "size", "numel", "stride", "len", "ndim", "dim", "nelement", "is_contiguous"}
 """Names in code that may make a graph depend on the shape of a tensor."""
@@ -46,10 +52,77 @@ def fingerprint(function: Callable[..., Any]) -> Fingerprint | None:
     """A function's fingerprint; None where it refers to a value that has none."""
     walk = _Walk()
     try:
-        key = walk.value(function), torch.get_default_dtype()
+        key = walk.value(function), walk.attributes(), torch.get_default_dtype()
     except Unknown:
         return None
     return Fingerprint(key, tuple(tuple(t.shape) for t in walk.tensors), walk.reads_shapes, walk.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class _Identity:
+    """A value in a key that equals itself alone. The key keeps it alive, so that no other value gets its address."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+
+class ClassAttributes:
+    """The attributes of classes that the functions of a walk may read: those whose names their code has."""
+
+    def __init__(self) -> None:
+        self.classes: list[type] = []
+        self.names: set[str] = set()
+        self._done: set[tuple[int, str]] = set()
+
+    def met(self, kind: type) -> None:
+        """Note the class of a value. The classes of the standard library, torch and numpy do not change."""
+        if is_standard(kind):
+            return
+        for each in kind.__mro__:
+            if not is_standard(each) and each not in self.classes:
+                self.classes.append(each)
+        if issubclass(kind, torch.nn.Module):
+            self.names.add("forward")
+
+    def met_itself(self, kind: type) -> None:
+        """Note a class that code refers to, and may make instances of."""
+        if not is_standard(kind):
+            self.names |= _CONSTRUCTORS
+            self.met(kind)
+            self.met(type(kind))
+
+    def read_by(self, code: types.CodeType) -> None:
+        """Note the names of a function's code, and its words where it may read an attribute by one."""
+        names = set(names_of(code))
+        self.names |= names
+        if not names.isdisjoint(("getattr", "attrgetter", "methodcaller", "__getattribute__")):
+            self.names.update(words_of(code))
+
+    def left(self) -> list[tuple[int, str]]:
+        """Class and name of each attribute that was not given yet; to walk their values may lead to further ones."""
+        found = [
+            (number, name)
+            for number, each in enumerate(self.classes)
+            for name in sorted(vars(each))
+            if (number, name) not in self._done
+            and (name in self.names or (_is_special(name) and isinstance(vars(each)[name], types.FunctionType)))
+        ]
+        self._done.update(found)
+        return found
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED
+
+
+def is_standard(kind: type) -> bool:
+    """Whether a class is one of the standard library, of torch or of numpy."""
+    return str(kind.__module__).split(".")[0] in _STANDARD
 
 
 class _Walk:
@@ -57,9 +130,19 @@ class _Walk:
         self.tensors: list[torch.Tensor] = []
         self.active: set[int] = set()
         self.reads_shapes = False
+        self.of_classes = ClassAttributes()
+
+    def attributes(self) -> Hashable:
+        """Those of the classes that were met, after all else."""
+        found = []
+        while left := self.of_classes.left():
+            for number, name in left:
+                found.append((number, name, self.value(vars(self.of_classes.classes[number])[name])))
+        return tuple(found)
 
     def value(self, value: Any) -> Hashable:
         if isinstance(value, PLAIN):
+            self.of_classes.met(type(value))
             return type(value), repr(value) if isinstance(value, float) else value
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
@@ -83,10 +166,14 @@ class _Walk:
             return self.function(value)
         if kind == "module":
             return kind, value.__name__
-        if kind == "container":
-            return self.container(value)
+        if kind == "class":
+            self.of_classes.met_itself(value)
+            return kind, _Identity(value)
         if kind == "object":
-            return kind, id(value)
+            return kind, _Identity(value)
+        self.of_classes.met(type(value))
+        if kind == "container":
+            return self.container(value), self.container(getattr(value, "__dict__", {}))
         if kind == "instance":
             return kind, type(value), self.container(vars(value))
         return kind, *(self.value(getattr(value, name)) for name in PARTS[kind])
@@ -94,7 +181,7 @@ class _Walk:
     def container(self, value: Any) -> Hashable:
         check_size(value)
         if isinstance(value, dict):
-            return "dict", tuple((self.value(key), self.value(item)) for key, item in value.items())
+            return type(value), tuple((self.value(key), self.value(item)) for key, item in value.items())
         if isinstance(value, (set, frozenset)):
             if not all(isinstance(item, PLAIN) for item in value):  # such items have no order of their own
                 raise Unknown
@@ -110,6 +197,7 @@ class _Walk:
                 cells.append("empty")
         named = []
         names = set(names_of(function.__code__))
+        self.of_classes.read_by(function.__code__)
         self.reads_shapes |= not names.isdisjoint(_SHAPES)
         for name in sorted(names):
             if name in function.__globals__:
@@ -128,15 +216,32 @@ def names_of(code: types.CodeType) -> Iterator[str]:
             yield from names_of(inner)
 
 
-PARTS = {"method": ("__func__", "__self__"), "partial": ("func", "args", "keywords")}
+def words_of(code: types.CodeType) -> Iterator[str]:
+    """The strings in code that could be names."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from words_of(each)
+        elif isinstance(each, str) and each.isidentifier():
+            yield each
+
+
+PARTS = {
+    "method": ("__func__", "__self__"),
+    "partial": ("func", "args", "keywords"),
+    "builtin": ("__name__", "__self__"),
+    "descriptor": ("__func__",),
+    "property": ("fget",),
+}
 """Of values of these kinds, the attributes that decide what they do."""
 
 
 def kind_of(value: Any) -> str:
     """How a value that is neither a plain one nor a tensor is compared with others.
 
-    One of ``function``, ``method``, ``partial``, ``module``, ``container``, ``object`` (it equals only itself) and
-    ``instance`` (by its class and attributes).
+    One of ``function``, ``module``, ``class`` and ``object`` (each equals only itself; of a class the attributes that
+    code may read are compared, too), ``container``, ``instance`` (by its class and attributes), and those of
+    :data:`PARTS`: ``method``, ``partial``, ``builtin`` (a builtin method with its object), ``descriptor`` and
+    ``property`` (of a class).
 
     Raises:
         Unknown: it cannot be.
@@ -153,8 +258,19 @@ def kind_of(value: Any) -> str:
         return "module"
     if isinstance(value, (tuple, list, dict, set, frozenset)):
         return "container"
-    if isinstance(value, type) or (callable(value) and getattr(value, "__dict__", None) is None):
-        return "object"  # classes and builtin functions
+    if isinstance(value, type):
+        return "class"
+    if isinstance(value, (staticmethod, classmethod)):
+        return "descriptor"
+    if isinstance(value, property):
+        return "property"
+    if isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
+        owner = getattr(value, "__self__", None)
+        return "object" if owner is None or isinstance(owner, (types.ModuleType, type)) else "builtin"
+    if callable(value) and getattr(value, "__dict__", None) is None:
+        if not is_standard(type(value)):  # it may have attributes of another kind
+            raise Unknown
+        return "object"
     of_torch = type(value).__module__.split(".")[0] in ("torch", "builtins")
     if of_torch and callable(value) and not isinstance(value, torch.nn.Module):
         return "object"  # operators and their overloads

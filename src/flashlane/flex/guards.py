@@ -33,6 +33,7 @@ def function_guard(function: Any) -> FunctionGuard | None:
     checks = _Checks()
     try:
         checks.value(function, "f")
+        checks.attributes()
     except fingerprint.Unknown:
         return None
     return checks.guard()
@@ -48,6 +49,19 @@ class _Checks:
         """The variable of each tensor that was met, by its identity."""
         self.active: set[int] = set()
         self.variables = 0
+        self.of_classes = fingerprint.ClassAttributes()
+
+    def attributes(self) -> None:
+        """Require that the attributes of the classes that were met are the same, and that no class has further ones."""
+        spaces: dict[int, str] = {}
+        while left := self.of_classes.left():
+            for number, name in left:
+                each = self.of_classes.classes[number]
+                if number not in spaces:
+                    spaces[number] = self.variable(f"{self.constant(each)}.__dict__")
+                self.value(vars(each)[name], f"{spaces[number]}[{name!r}]")
+        for each in self.of_classes.classes:
+            self.require(f"len({self.constant(each)}.__dict__) == {len(vars(each))}")
 
     def guard(self) -> FunctionGuard:
         names = [*self.names.values()]
@@ -83,6 +97,7 @@ class _Checks:
             return
         name = self.variable(text)
         if isinstance(value, fingerprint.PLAIN):
+            self.of_classes.met(type(value))
             same, kind = self.constant(value), self.constant(type(value))
             equal = f"repr({name}) == {self.constant(repr(value))}" if isinstance(value, float) else f"{name} == {same}"
             self.require(f"{name} is {same} or type({name}) is {kind} and {equal}")
@@ -100,14 +115,20 @@ class _Checks:
 
     def compound(self, value: Any, name: str) -> None:
         kind = fingerprint.kind_of(value)
-        if kind in ("module", "object"):
+        if kind in ("module", "object", "class"):
+            if kind == "class":
+                self.of_classes.met_itself(value)
             self.is_same(name, value)
             return
         self.is_same(f"type({name})", type(value))
+        if kind != "function":
+            self.of_classes.met(type(value))
         if kind == "function":
             self.function(value, name)
         elif kind == "container":
             self.container(value, name)
+            if hasattr(value, "__dict__"):
+                self.container(vars(value), self.variable(f"vars({name})"))
         elif kind == "instance":
             self.container(vars(value), self.variable(f"vars({name})"))
         else:
@@ -132,6 +153,7 @@ class _Checks:
                 self.value(item, f"{name}[{i}]")
 
     def function(self, function: types.FunctionType, name: str) -> None:
+        self.of_classes.read_by(function.__code__)
         self.is_same(f"{name}.__code__", function.__code__)
         if function.__closure__:
             cells = self.variable(f"{name}.__closure__")

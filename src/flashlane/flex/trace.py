@@ -8,12 +8,14 @@ result is what the program reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlane.flex import aten
 from flashlane.flex.expression import Expression, cast, input, make
@@ -38,6 +40,8 @@ class Traced:
     """It computes the tensors that the program reads from ``leaves``; None where the program reads the leaves."""
     integers: tuple[int, ...]
     """The values of the ``integer`` leaves."""
+    reads_values: bool = False
+    """Whether the function read an element of a tensor into Python, so that the translation holds for that value."""
 
     def tensors(self, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The tensors that the program reads, for these leaves; they are differentiable with respect to the leaves."""
@@ -75,11 +79,44 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
         _refuse_own_gradients(result, kind)
         return result
 
-    graph = _graph(called, examples, kind)
-    return _Translation(graph, names, kind, score_type).traced()
+    reads = _Reads()
+    graph = _graph(reads.seen(called), examples, kind, reads)
+    return replace(_Translation(graph, names, kind, score_type).traced(), reads_values=reads.values)
 
 
-def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str) -> torch.fx.GraphModule:
+_READING = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
+"""Functions of tensors that give Python an element; what they read may be different at the next call."""
+_READING_OPERATORS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::item")
+
+
+class _Reads:
+    """Whether a function reads elements of tensors into Python while it is traced."""
+
+    def __init__(self) -> None:
+        self.values = False
+
+    def seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, watched where it is called."""
+        reads = self
+
+        class OfFunctions(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                reads.values |= getattr(func, "__name__", "") in _READING
+                return func(*args, **(kwargs or {}))
+
+        class OfOperators(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                reads.values |= getattr(func, "name", str)().split(".")[0] in _READING_OPERATORS
+                return func(*args, **(kwargs or {}))
+
+        def watched(*arguments: torch.Tensor) -> torch.Tensor:
+            with OfFunctions(), OfOperators():
+                return function(*arguments)
+
+        return watched
+
+
+def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, reads: _Reads) -> torch.fx.GraphModule:
     with torch.enable_grad(), TransformGetItemToIndex():
         try:
             tracer = make_fx(called, aten.decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
@@ -87,10 +124,11 @@ def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str) 
         except (TypeError, NotImplementedError):
             raise
         except Exception as error:
-            if "trying to get a value out of" in str(error) or "data-dependent" in str(error).lower():
+            if reads.values or "data-dependent" in str(error).lower():
                 raise NotImplementedError(
-                    f"{kind} branches in Python on a value that each pair has for itself; torch.where chooses between "
-                    f"two values ({type(error).__name__}: {str(error).splitlines()[0]})"
+                    f"{kind} reads a value of a tensor in Python, as an `if` and float() do, which each pair may have "
+                    "for itself; torch.where chooses between two values, and t[i] reads a captured tensor "
+                    f"({type(error).__name__}: {str(error).splitlines()[0]})"
                 ) from error
             raise
 

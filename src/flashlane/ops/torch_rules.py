@@ -151,7 +151,7 @@ def _fold_input(name: str, t: Any, dim: int | None, size: int, q: torch.Tensor, 
         return t
     batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
     rank_of_call = t.dim() - (dim is not None)
-    if dim is None and (rank_of_call < rank or t.shape[0] == 1):
+    if dim is None and (rank_of_call < rank or (t.shape[0] == 1 and ARGUMENTS[name].broadcast)):
         return t  # the same for every batch element
     t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
     t = t[(slice(None),) + (None,) * (rank - rank_of_call)]
