@@ -75,20 +75,20 @@ __device__ constexpr bool zeros_come_first(int heads, int n_blocks, int section,
     return true;
 }
 
-// In-kernel zeros: who takes a tile owes the zeros of a later one. Each tile whose zeros the preprocess kernel does not
-// write is owed once, by a tile that is taken before the first one of its head.
-__device__ constexpr bool zeros_are_owed_before(int heads, int n_blocks, int section, int own, int zeroed_before) {
+// In-kernel zeros: who takes a tile writes the zeros of a later one. Each tile whose zeros the preprocess kernel does
+// not write is zeroed once, by a tile that is taken before the first one of its head.
+__device__ constexpr bool zeros_come_before(int heads, int n_blocks, int section, int own, int zeroed_before) {
     const TileOrder order{heads, n_blocks, section};
     const int tiles = heads * n_blocks;
-    int owed[160] = {};
+    int zeroed[160] = {};
     for (int taken = own; taken < tiles; ++taken) {
-        const int tile = owed_tile(taken, own, zeroed_before);
+        const int tile = tile_to_zero(taken, own, zeroed_before);
         if (tile >= tiles) continue;
         if (taken >= order.index(0, swizzled_tile<false>(tile, heads, n_blocks, section).head)) return false;
-        ++owed[tile];
+        ++zeroed[tile];
     }
     for (int tile = 0; tile < tiles; ++tile)
-        if (owed[tile] != (tile >= zeroed_before)) return false;
+        if (zeroed[tile] != (tile >= zeroed_before)) return false;
     return zeroed_before >= own || tiles <= own;
 }
 
@@ -141,11 +141,11 @@ def test_zeros_of_a_launch_come_before_the_head_that_they_are_for(
         assert not found.writes and found.tiles == heads * blocks
         in_launch += found.zeroed_before < found.tiles
         own = min(workers, found.tiles) if own_tiles else 0
-        checks.append(f"zeros_are_owed_before({heads}, {blocks}, {section}, {own}, {found.zeroed_before})")
+        checks.append(f"zeros_come_before({heads}, {blocks}, {section}, {own}, {found.zeroed_before})")
     holds(checks)
     assert in_launch >= 5 or workers == 40, "launches that are long enough"
     with pytest.raises(jit.CompileError):
-        holds(["zeros_are_owed_before(12, 5, 3, 4, 15)"])  # the tile that owes is of the same section
+        holds(["zeros_come_before(12, 5, 3, 4, 15)"])  # the tile that is taken is of the same section
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ struct TileOrder {
 __device__ __forceinline__ constexpr BlockRange assigned_m_blocks(int n_block, int n_blocks, long long m_blocks) {
     return {static_cast<int>(m_blocks * n_block / n_blocks), static_cast<int>(m_blocks * (n_block + 1) / n_blocks)};
 }
-// In-kernel zeros: the tile of whose m-blocks the zeros are owed by the CTA that takes tile `taken`. `own`: the first
-// tiles of the launch, which no CTA takes, and for which nothing is owed.
-__device__ __forceinline__ constexpr int owed_tile(int taken, int own, int zeroed_before) {
+// In-kernel zeros: the tile whose m-blocks are zeroed by the CTA that takes tile `taken`. `own`: the first tiles of the
+// launch, which CTAs have without taking them, and for which they zero nothing.
+__device__ __forceinline__ constexpr int tile_to_zero(int taken, int own, int zeroed_before) {
     return taken - own + zeroed_before;
 }
 // The n-block of the tile to which an m-block is assigned.

@@ -39,35 +39,36 @@ struct AssignedBlocks {
     __device__ __forceinline__ BlockRange assigned(const SwizzledTile& at) const {
         return assigned_m_blocks(at.block, p.blocks, head_m_blocks());
     }
-    // Zeroes the `share`-th of SHARES parts of a tile's m-blocks, by a warp. Until `hurry()` it pauses between stores,
-    // as those of the consumers would wait behind them.
-    template <int SHARES, typename Hurry>
-    __device__ __forceinline__ void zero(int tile, int share, const Hurry& hurry) const {
+    // Zeroes the `part`-th of PARTS equal parts of a tile's m-blocks, by a warp. Until `has_waiting_tile()` it pauses
+    // between stores, as those of the consumers would wait behind them.
+    template <int PARTS, typename HasWaitingTile>
+    __device__ __forceinline__ void zero(int tile, int part, const HasWaitingTile& has_waiting_tile) const {
         const SwizzledTile where = at(tile);
         const BlockRange m_blocks = assigned(where);
         const int lane = threadIdx.x % WARP;
-        const long long part = static_cast<long long>(m_blocks.count()) * (DQ_ACCUM_FLOATS / SHARES);
-        static_assert(DQ_ACCUM_FLOATS % (SHARES * 4 * WARP) == 0);
-        float* const first = p.dq_accum + (first_m_block(where) + m_blocks.low) * DQ_ACCUM_FLOATS + share * part;
+        const long long floats = static_cast<long long>(m_blocks.count()) * (DQ_ACCUM_FLOATS / PARTS);
+        static_assert(DQ_ACCUM_FLOATS % (PARTS * 4 * WARP) == 0);
+        float* const first = p.dq_accum + (first_m_block(where) + m_blocks.low) * DQ_ACCUM_FLOATS + part * floats;
         float4* to = reinterpret_cast<float4*>(first) + lane;
-        float4* const end = to + part / 4;
+        float4* const end = to + floats / 4;
         bool pauses = true;
         for (; to < end; to += ZEROS_AT_ONCE * WARP) {
 #pragma unroll
             for (int i = 0; i < ZEROS_AT_ONCE; ++i)
                 if (to + i * WARP < end) __stcg(to + i * WARP, make_float4(0.f, 0.f, 0.f, 0.f));
-            pauses = pauses && !uniform(hurry());
+            pauses = pauses && !uniform(has_waiting_tile());
             if (pauses) __nanosleep(BETWEEN_ZEROS);
         }
         fence_proxy_async_global();                       // for additions by TMA
         __syncwarp();
         if (lane == 0) semaphore_add(p.zeroed + where.head, 1);
     }
-    // Zeroes what a CTA owes for having taken the tile of an n-block and a head.
-    template <int SHARES, typename Hurry>
-    __device__ __forceinline__ void zero_ahead(int n_block, int head, int share, int own, const Hurry& hurry) const {
-        const int tile = owed_tile(index(n_block, head), own, p.zeroed_before);
-        if (tile < p.tiles) zero<SHARES>(tile, share, hurry);
+    // Zeroes the m-blocks of the later tile that a CTA zeroes when it has taken the tile of an n-block and a head.
+    template <int PARTS, typename HasWaitingTile>
+    __device__ __forceinline__ void zero_ahead(
+        int n_block, int head, int part, int own, const HasWaitingTile& has_waiting_tile) const {
+        const int tile = tile_to_zero(index(n_block, head), own, p.zeroed_before);
+        if (tile < p.tiles) zero<PARTS>(tile, part, has_waiting_tile);
     }
     // Waits for the zeros of a head.
     __device__ __forceinline__ void wait_for_zeros(int head) const {

@@ -162,17 +162,17 @@ struct KeysProducer {
             const OwnerRecord owner = owner_record(base, tile);
             const int head = owner.batch * p.kv_heads + owner.kv_head;
             const int n_block = (keys_record(base, tile).first - rank * KEYS) / cfg::BLOCK_N;
-            bool owes = true;                             // of the splits of a tile the first one
-            if constexpr (cfg::SPLIT_Q) owes = split_record(base, tile).begin == 0;
+            bool zeroes = true;                           // of the splits of a tile the first one
+            if constexpr (cfg::SPLIT_Q) zeroes = split_record(base, tile).begin == 0;
             if (steps > 0) {
                 if (first) blocks.wait_for_zeros(head), load(tile);
                 ++full_tiles, ds_count += steps + 1;
             }
-            wait_for_load(head | n_block | owes);
+            wait_for_load(head | n_block | zeroes);
             __syncwarp();
             if (first) mbarrier_arrive(barrier_of(SMEM(tile_empty), tile % TILE_STAGES));
             const u32 next = tile + 1;
-            if (owes)
+            if (zeroes)
                 blocks.zero_ahead<CTAS>(n_block, head, rank, 0, [&] {
                     return mbarrier_test_wait(barrier_of(SMEM(tile_full), next % TILE_STAGES), next / TILE_STAGES % 2);
                 });
