@@ -29,7 +29,7 @@ from flashlane.flex import blocks, masks
 SCRIPT = "benchmarks/scripts/flex_host.py"
 HEADS, HEAD_DIM = 8, 64
 ROUNDS = 41
-GOALS = {"forward": 120.0, "both": 250.0}
+TARGETS = {"forward": 120.0, "both": 250.0}
 """What a call with a score may cost, µs."""
 
 
@@ -105,7 +105,7 @@ def main() -> None:
     empty = Both(lambda: Empty.apply(*leaves), Inputs(*leaves))
     items.append((Cost("an empty autograd.Function", "both", "torch"), empty, contextlib.nullcontext))
     body = {"format": "flashlane-flex-host/1", "script": SCRIPT, "environment": environment(device), "seed": 0}
-    body |= {"tokens": options.tokens, "heads": HEADS, "head_dim": HEAD_DIM, "goals_us": GOALS}
+    body |= {"tokens": options.tokens, "heads": HEADS, "head_dim": HEAD_DIM, "targets_us": TARGETS}
 
     def keep() -> None:
         rows = [cost.figures() for cost, _, _ in items]

@@ -74,7 +74,7 @@ class Cell:
     """Whether the deterministic backward is timed, too."""
     blocks_apart: int = 0
     """Rows and keys of blocks whose lists follow no function, so that a tile should have no more."""
-    bars: dict[str, float] = field(default_factory=dict)
+    targets: dict[str, float] = field(default_factory=dict)
     """What is asked of ``forward`` and ``backward``, in TFLOP/s or, below 2, of the native figure."""
 
 
@@ -111,12 +111,12 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
         return masks.documents(_documents(lengths, device), causal=True)
 
     pairs = HEADS * sum(n * (n + 1) / 2 for n in lengths)
-    bars = {"forward": 0.95, "backward": 0.95}
+    targets = {"forward": 0.95, "backward": 0.95}
     native = functools.partial(_packed, lengths)
     yield Cell(
         "causal documents 32k", (1, tokens, 128), pairs,
         lambda device: block_mask(of_documents(device), Q_LEN=tokens, KV_LEN=tokens, device=device), native=native,
-        function=lambda device: of_documents(device).function, ordered=True, bars=bars,
+        function=lambda device: of_documents(device).function, ordered=True, targets=targets,
     )  # fmt: skip
 
     block = 1024 // shrink
@@ -126,7 +126,7 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
         "block-causal 32k", (1, sizes[0], 128), pairs,
         lambda device: block_mask(_block_causal(device, *sizes), Q_LEN=sizes[0], KV_LEN=sizes[0], device=device),
         function=lambda device: _block_causal(device, *sizes).function, ordered=True,
-        bars={"forward": 640, "backward": 480},
+        targets={"forward": 640, "backward": 480},
     )  # fmt: skip
 
     tokens_of_lists = 16384 // shrink
@@ -141,7 +141,7 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
         yield Cell(
             f"random {size}-blocks {density:.0%}", (1, tokens_of_lists, 128), int(table.sum()) * size * size,
             functools.partial(_by_hand, table, size), ordered=True, blocks_apart=size,
-            bars=dict(zip(("forward", "backward"), least)),
+            targets=dict(zip(("forward", "backward"), least)),
         )  # fmt: skip
 
     for head_dim, ratio in ((128, 0.88), (64, 0.75)):
@@ -152,7 +152,7 @@ def cells(shrink: int = 1) -> Iterator[Cell]:
                 f"causal 4096 D{head_dim}, {name}", (4, n, head_dim), pairs,
                 lambda device, n=n: block_mask(masks.causal(), Q_LEN=n, KV_LEN=n, device=device), score,
                 functools.partial(flashlane.flash_attn_func, causal=True), lambda device: causal,
-                bars={"forward": asked_ratio, "backward": asked_ratio},
+                targets={"forward": asked_ratio, "backward": asked_ratio},
             )  # fmt: skip
 
 
@@ -360,7 +360,7 @@ def measured(
     device: Any,
     differences: dict[str, str | float] | None = None,
 ) -> dict[str, Any]:
-    """One row: differences, milliseconds, TFLOP/s, ratios to ours and whether the bars are met."""
+    """One row: differences, milliseconds, TFLOP/s, ratios to ours and whether the targets are met."""
     differences = compare(calls) if differences is None else differences
     able = {name: call for name, call in calls.items() if not isinstance(differences[name], str)}
     items = [Implementation(name, "kernel", call) for name, call in able.items()]
@@ -376,7 +376,7 @@ def measured(
     ours = row["tflops"].get("flashlane")
     if ours is not None:
         row["ratio"] = {name: ours / other for name, other in row["tflops"].items() if name != "flashlane"}
-        row["met"] = met(cell.bars.get(direction, 0.0), ours, row["tflops"])
+        row["met"] = met(cell.targets.get(direction, 0.0), ours, row["tflops"])
     return row
 
 
@@ -385,17 +385,17 @@ def limit(cell: Cell, name: str) -> float:
     return float("inf") if name == "native" and cell.score is not None else TOLERANCE
 
 
-def met(bar: float, ours: float, tflops: dict[str, float]) -> dict[str, bool]:
-    """By what is asked: the cell's own bar, 1.25 times FLASH and 1.8 times Triton."""
-    targets = {}
-    if bar >= 2:
-        targets[f"{bar:.0f} TFLOP/s"] = ours >= bar
-    elif bar and "native" in tflops:
-        targets[f"{bar} of native"] = ours >= bar * tflops["native"]
+def met(target: float, ours: float, tflops: dict[str, float]) -> dict[str, bool]:
+    """By what is asked: the cell's own target, 1.25 times FLASH and 1.8 times Triton."""
+    found = {}
+    if target >= 2:
+        found[f"{target:.0f} TFLOP/s"] = ours >= target
+    elif target and "native" in tflops:
+        found[f"{target} of native"] = ours >= target * tflops["native"]
     for name, factor in (("flash", 1.25), ("triton", 1.8)):
         if name in tflops:
-            targets[f"{factor} of {name}"] = ours >= factor * tflops[name]
-    return targets
+            found[f"{factor} of {name}"] = ours >= factor * tflops[name]
+    return found
 
 
 def run(

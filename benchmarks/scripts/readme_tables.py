@@ -8,10 +8,10 @@ A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is
 the committed results lead and where they trail), ``drawn`` and others of drawn_tables.py (drawn problems),
 ``first-call`` (what a process's first call takes), ``mma-shapes`` (what the mma family's heuristic picks),
 ``mma-holes`` (where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json as the table that its format
-has. ``bench:FILE/VIEW`` takes another view of it: ``ladder`` and ``logs-columns`` of a file that ``flashlane bench`` or
-baseline.py wrote, ``logs`` of that of baseline_logs.py, ``ceilings`` and ``rows`` of that of lessons_gpu.py, ``grid``
-(or ``grid-backward``, ``grid-both``), ``rows`` and ``targets`` of those of hopper_forward.py and hopper_backward.py. A
-file that is not there leaves a line that says so.
+has. ``bench:FILE/VIEW`` takes another view of it: ``designs`` and ``logs-columns`` of a file that ``flashlane bench``
+or baseline.py wrote, ``logs`` of that of baseline_logs.py, ``ceilings`` and ``rows`` of that of lessons_gpu.py,
+``grid`` (or ``grid-backward``, ``grid-both``), ``rows`` and ``targets`` of those of hopper_forward.py and
+hopper_backward.py. A file that is not there leaves a line that says so.
 """
 
 from __future__ import annotations

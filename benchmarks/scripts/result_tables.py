@@ -85,7 +85,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (tag, significant(milliseconds(row)), *speeds)
 
 
-def ladder(result: Result) -> str:
+def design_tables(result: Result) -> str:
     """A table a problem: the fastest tag of each design that accumulates and stores in f32, padded then swizzled."""
     head = ("design", "fastest tag", "ms:", "TFLOP/s:", "× design before:", "× SDPA flash:", "registers:", "KiB:")
     shares = any(row.get("mma_ceiling") for row in result["rows"])
@@ -536,7 +536,7 @@ VIEWS = {
     "flashlane-flex-speed/": {"": flex_tables.speed},
     "flashlane-bench/": {
         "": all_rows,
-        "ladder": ladder,
+        "designs": design_tables,
         "logs-columns": logs_columns,
         "logs": logs,
         "summary": summary,

@@ -77,9 +77,9 @@ def test_documents_are_found_by_their_markers(script, tmp_path):
 
 def test_a_result_that_is_not_there_leaves_a_line_and_its_marker(script, tmp_path):
     tables = script("readme_tables")
-    marked = "a\n<!-- bench:x/ladder:begin -->\nold\n<!-- bench:x/ladder:end -->\nz\n"
+    marked = "a\n<!-- bench:x/designs:begin -->\nold\n<!-- bench:x/designs:end -->\nz\n"
     text = tables.rendered(marked, tmp_path)
-    assert text == "a\n<!-- bench:x/ladder:begin -->\nNot measured yet.\n<!-- bench:x/ladder:end -->\nz\n"
+    assert text == "a\n<!-- bench:x/designs:begin -->\nNot measured yet.\n<!-- bench:x/designs:end -->\nz\n"
     write(tmp_path, "x", {"format": "flashlane-bench/1", "rows": [row("mma(naive)", 4.0)]})
     assert "mma(naive)" in tables.rendered(text, tmp_path) and "Not measured" not in tables.rendered(text, tmp_path)
 
@@ -91,7 +91,7 @@ def test_markers_that_mean_nothing_are_refused(script, tmp_path, marker):
         script("readme_tables").rendered(f"<!-- {marker}:begin -->\n<!-- {marker}:end -->", tmp_path, "page.md")
 
 
-def test_ladder_takes_the_fastest_f32_tag_of_each_design(script, tmp_path):
+def test_designs_take_the_fastest_f32_tag_of_each_design(script, tmp_path):
     usage = {"registers": 255, "shared_bytes": 65536}
     rows = [
         row("mma(naive)", 80.0),
@@ -106,7 +106,7 @@ def test_ladder_takes_the_fastest_f32_tag_of_each_design(script, tmp_path):
         row("(flash)", 1.2),
     ]
     path = write(tmp_path, "x", {"format": "flashlane-bench/1", "rows": rows})
-    assert lines_of(script("readme_tables").bench_tables(path, "ladder")) == [
+    assert lines_of(script("readme_tables").bench_tables(path, "designs")) == [
         ["naive", "`mma(naive)`", "80", "0.0", "–", "0.01", "–", "–"],
         ["split-kv", "`mma(split-kv+acc-f32+stage1)`", "8", "0.1", "10.00", "0.15", "–", "–"],
         ["split-q", "`mma(split-q+acc-f32+stage2)`", "1.6", "0.6", "5.00", "0.75", "–", "–"],
@@ -118,7 +118,9 @@ def test_ladder_takes_the_fastest_f32_tag_of_each_design(script, tmp_path):
 def test_the_share_of_the_ceiling_is_a_column_where_it_was_measured(script, tmp_path):
     tables = script("readme_tables")
     rows = [row("mma(naive)", 80.0), row("mma(split-q+acc-f32+stage1)", 2.0, mma_ceiling=0.564), row("(flash)", 1.2)]
-    lines = lines_of(tables.bench_tables(write(tmp_path, "x", {"format": "flashlane-bench/1", "rows": rows}), "ladder"))
+    lines = lines_of(
+        tables.bench_tables(write(tmp_path, "x", {"format": "flashlane-bench/1", "rows": rows}), "designs")
+    )
     assert [line[-1] for line in lines] == ["–", "56", ""] and {len(line) for line in lines} == {9}
     target = {"problem": "P", "peer": "(flash)", "required": 1.1, "ratio": 1.2, "met": True, "tag": "mma(x)", "ms": 2.0}
     targets = [target | {"tflops": 300.0, "mma_ceiling": 0.5}, target | {"tflops": 300.0}]
@@ -411,7 +413,7 @@ def test_baseline_summary_names_the_fastest_of_each_design(script):
     assert [line.split()[-2] for line in lines] == ["2.000", "1.000", "0.500"]
 
 
-def test_every_bar_of_the_issue_is_a_goal(script):
+def test_every_target_of_the_issue_is_one_of_the_script(script):
     targets = script("mma_targets").targets("sm_90a")
     flash = [target for target in targets if target.peer == "(flash)"]
     assert len(flash) == 2 * 4 * 2 * 2 and {target.required for target in flash} == {1.10}

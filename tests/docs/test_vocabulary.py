@@ -37,6 +37,7 @@ FORBIDDEN = {
     r"house|public face": "project, public API",
     r"BR|BC": "BLOCK_M, BLOCK_N; block_m, block_n",
     r"(?<![\"-])roofs?": "ceiling, ceilings; roofline",
+    r"goals?|ladders?": "target; designs",
 }
 """A pattern of whole words (``_`` joins words and separates them), and what to write."""
 
