@@ -24,20 +24,10 @@ def refusal(error: OSError, message: str) -> ValueError:
 def write_atomically(path: Path, text: str | bytes) -> None:
     """Replace a file by a text in one step; when anything fails the old file stands and no other is left.
 
-    Of a link the file that it leads to is replaced. What is no file, such as a pipe, is written to.
-
     Raises:
         OSError: it cannot be written; ``filename`` names it.
     """
     name = ""
-    path = Path(os.path.realpath(path)) if path.is_symlink() else path
-    if path.exists() and not path.is_file():
-        try:
-            path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        except OSError as error:
-            error.filename = str(path)
-            raise
-        return
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         with os.fdopen(handle, "wb") as file:

@@ -21,12 +21,7 @@ def tensor_guard(*tensors: torch.Tensor) -> Callable[..., bool] | None:
             return None
     except (AttributeError, TypeError):
         return None
-    grad = torch.is_grad_enabled() if any(t.requires_grad for t in tensors) else None
-
-    def like(*others: torch.Tensor) -> bool:
-        for t in others:
-            if t.is_nested:  # it has no strides, at which torch's guard ends the process
-                return False
-        return check(*others) and (grad is None or torch.is_grad_enabled() == grad)
-
-    return like
+    if not any(t.requires_grad for t in tensors):
+        return check
+    grad = torch.is_grad_enabled()
+    return lambda *others: check(*others) and torch.is_grad_enabled() == grad
