@@ -198,16 +198,17 @@ def _load(
     low, high = pools[key]
     if not tensor.ndim:
         return low, high
-    known = functools.reduce(
-        operator.and_, (indices[axis].exact & indices[axis].low.isfinite() for axis in others), True
+    exact = {axis: indices[axis].exact & indices[axis].low.isfinite() for axis in others}
+    at = tuple(
+        torch.where(exact[axis], indices[axis].low, 0).long()
+        if axis in exact
+        else grid.blocks[direct[axis]].clamp_max(low.shape[axis] - 1)
+        for axis in range(tensor.ndim)
     )
-    at: list[torch.Tensor] = [torch.where(index.exact & index.low.isfinite(), index.low, 0).long() for index in indices]
-    for axis in pooled:
-        at[axis] = grid.blocks[direct[axis]].clamp_max(low.shape[axis] - 1)
-    low, high = low[tuple(at)], high[tuple(at)]
-    if known is True:
-        return low, high
-    return torch.where(known, low, tensor.amin().double()), torch.where(known, high, tensor.amax().double())
+    if not exact:
+        return low[at], high[at]
+    known = functools.reduce(operator.and_, exact.values())
+    return torch.where(known, low[at], low.amin()), torch.where(known, high[at], high.amax())
 
 
 def _reduced(tensor: torch.Tensor, axis: int, size: int, least: bool) -> torch.Tensor:

@@ -232,7 +232,7 @@ class Case(Modifiers):
     def _used(self, stops: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
         """Random lengths up to ``stops``."""
         shares = self.least_used + (1 - self.least_used) * torch.rand(len(stops), generator=draw)
-        used = torch.minimum((shares * (stops + 1)).int(), stops)
+        used = (shares * (stops + 1)).int()
         if self.corners:
             which = torch.randint(4, (len(stops),), generator=draw)
             used = torch.where(which == 0, 0, torch.where(which == 1, 1, torch.where(which == 2, stops, used)))
