@@ -42,12 +42,27 @@ __device__ __forceinline__ void tma_load(u32 destination, const TensorMap& map, 
         : "memory");
 }
 
+__device__ __forceinline__ void tma_load_multicast(u32 destination, const TensorMap& map, u32 barrier, int c0, int c1,
+                                                   int c2, int c3, int c4, unsigned short ctas) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(ctas)
+        : "memory");
+}
+
 // Stores the box from shared memory, as part of this thread's current bulk group; what is outside the tensor is not
 // stored.
 __device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int c0, int c1, int c2, int c3) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                  "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                  : "memory");
+}
+__device__ __forceinline__ void tma_store(const TensorMap& map, u32 source, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
 }
 
 // Copies of contiguous bytes: a multiple of 16 bytes, at addresses that are multiples of 16 (PTX ISA, cp.async.bulk and

@@ -194,14 +194,32 @@ def test_short_sequences_of_many_heads_have_in_kernel_dq() -> None:
     assert few.k_stages == 2 and few.dq == "tma_reduce_add", "register atomics pay with in-kernel dQ only"
 
 
-def test_packed_sequences_have_small_tiles_unless_one_is_long() -> None:
-    longest = round(4096 * asked().batch ** 0.2)  # of sequences of which a typical one has 4096 queries
-    tiles = {n: one_cta_tiles.pick(asked(varlen=True, seqlen_q=n, seqlen_k=n)) for n in (longest - 1, longest + 1)}
-    assert [(tile.block_m, tile.ping_pong, tile.k_stages) for tile in tiles.values()] == [
-        (64, "until_issued", 2),
-        (80, "off", 1),
-    ]
-    assert [tile.peels for tile in tiles.values()] == [False, True]
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "longest", "tile"),
+    [
+        (128, {}, 300, (80, "until_complete", 1)),
+        (128, {"window_right": 0}, 9000, (80, "until_complete", 1)),
+        (112, {"window_right": 0}, 9000, (80, "until_complete", 1)),
+        (120, {"window_right": 0}, 9000, (80, "off", 1)),
+        (128, {"window_right": 0}, 1000, (64, "off", 1)),
+        (128, {"window_left": 128, "window_right": 0}, 4100, (64, "off", 1)),
+        (128, {"window_left": 1024, "window_right": 0}, 4100, (64, "off", 1)),
+        (112, {"window_left": 1024, "window_right": 0}, 4100, (80, "until_complete", 1)),
+        (128, {"window_left": 2048, "window_right": 512}, 4100, (80, "until_complete", 1)),
+        (96, {}, 9000, (96, "off", 1)),
+        (96, {"window_right": 0}, 9000, (96, "off", 1)),
+        (96, {"window_left": 1024, "window_right": 0}, 4100, (64, "until_issued", 2)),
+        (80, {"window_left": 2048, "window_right": 512}, 4100, (96, "off", 1)),
+        (64, {"window_right": 0}, 9000, (128, "off", 2)),
+    ],
+)
+def test_packed_sequences_have_the_tiles_that_were_fastest(
+    head_dim: int, mask: dict[str, int], longest: int, tile: tuple[int, str, int]
+) -> None:
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": longest, "seqlen_k": longest}
+    picked = one_cta_tiles.pick(asked(varlen=True, **sizes, **{"window_right": -1, **mask}))
+    assert (picked.block_m, picked.ping_pong, picked.k_stages) == tile
+    assert picked.stores_by_tma and picked.peels == (picked.k_stages == 1)
 
 
 @pytest.mark.parametrize("head_dim", [96, 128])

@@ -19,8 +19,10 @@ from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward import split_q
 from flashlane.kernels.hopper.backward.config import GradientConfig
 from flashlane.kernels.hopper.backward.head_swizzle import crowding, steps_of
+from flashlane.kernels.hopper.backward.kernel import config_of_rank
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
+from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.hopper.backward.select import DESIGNS, config_of
 from flashlane.kernels.hopper.backward.split_q import MAX_BYTES, MAX_SPLITS, SplitQ, TileOrder, order_of, split_of
 from flashlane.kernels.makespan import sections_of
@@ -51,6 +53,34 @@ def test_all_of_few_tiles_are_split() -> None:
         found = split(asked(batch=1, heads=1, **mask))
         assert found.tiles == 32 and found.splits >= 3, mask
     assert split(asked(batch=1, heads=1, kv_heads=1, seqlen=100)) == SplitQ(), "two steps"
+
+
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, 8), (96, 8), (128, 8), (192, 8), (256, 8)])
+def test_tiles_of_grouped_heads_under_a_window_are_split(head_dim: int, heads: int) -> None:
+    """16 n-blocks of 4 heads are 64 tiles of 8 query heads each, of which SMs or clusters are left idle."""
+    problem = asked(head_dim, batch=4, heads=heads, kv_heads=1, seqlen=2000, window_left=1000, window_right=100)
+    config = config_of(problem)
+    launch = DESIGNS[config.design].schedule(config, problem, SMS)
+    assert config.split_q and launch.split_q.splits > 1
+    sizes = launch.gradients[0].sizes
+    assert sizes["tiles"] == 64 and sizes["first_tiles"] == sizes["tiles"] - launch.split_q.tiles
+    for whole in (replace(problem, deterministic=True), replace(problem, varlen=True)):
+        assert not getattr(config_of(whole), "split_q", False), whole
+
+
+def test_tiles_that_a_window_shows_to_no_query_are_not_split() -> None:
+    problem = asked(batch=2, heads=8, kv_heads=1, seqlen=1237, window_left=127, window_right=0, seqlen_k=5408)
+    config = config_of(problem)
+    launch = DESIGNS[config.design].schedule(config, problem, SMS)
+    seen = tiles_of(problem, config)
+    assert config.unseen_keys and len(seen) == 12 and launch.gradients[0].sizes["tiles"] == 24
+    assert 0 < launch.split_q.tiles <= 24 and launch.gradients[0].sizes["first_block"] == seen.start
+
+
+def test_a_rank_leaves_the_tiles_of_a_window_whole() -> None:
+    problem = asked(batch=4, heads=8, kv_heads=1, seqlen=2000, window_left=1000, window_right=100)
+    of_rank = config_of_rank(problem)
+    assert of_rank is not None and split_of(problem, of_rank, SMS) == SplitQ()
 
 
 def test_tiles_are_split_where_one_of_them_is_longer_than_an_even_division() -> None:

@@ -42,7 +42,7 @@ def config_with(*args: Any, **more: Any) -> OneCtaConfig:
         (64, CAUSAL, "both"),
         (64, WINDOW, "both"),
         (48, CAUSAL, "both"),
-        (64, {**CAUSAL, "varlen": True}, "registers"),
+        (64, {**CAUSAL, "varlen": True}, "both"),
         (64, {**CAUSAL, "deterministic": True}, "registers"),
         (128, {}, "in_turn"),
         (128, CAUSAL, "in_turn"),
@@ -54,9 +54,13 @@ def config_with(*args: Any, **more: Any) -> OneCtaConfig:
         (72, {"seqlen": 4096}, "ds_and_room"),
         (88, {**CAUSAL, "seqlen": 5000}, "ds_and_room"),
         (64, {**CAUSAL, "softcap": 30.0}, "registers"),
-        (96, {**CAUSAL, "varlen": True}, "registers"),
+        (96, {**CAUSAL, "varlen": True}, "in_turn"),
+        (96, {**CAUSAL, "varlen": True, "seqlen": 4096}, "ds_and_room"),
+        (96, {**CAUSAL, "varlen": True, "softcap": 30.0}, "registers"),
         (96, {**CAUSAL, "deterministic": True}, "registers"),
-        (128, {**CAUSAL, "varlen": True}, "registers"),
+        (128, {**CAUSAL, "varlen": True}, "in_turn"),
+        (128, {**CAUSAL, "varlen": True, "seqlen": 4096}, "dq_and_ds"),
+        (128, {**WINDOW, "varlen": True}, "in_turn"),
         (128, {"seqlen": 4096}, "ds_and_dq"),  # steps of 80 queries leave no other room; its last tiles are split
         (104, {**CAUSAL, "seqlen": 4096}, "dq_and_ds"),
         (128, {**CAUSAL, "seqlen": 4096, "alibi": True}, "registers"),
@@ -73,7 +77,7 @@ def test_dk_and_dv_go_through_shared_memory_where_that_was_faster(
 def test_what_a_tensor_map_cannot_store_stays_in_registers() -> None:
     config = replace(config_with(64, **CAUSAL), tma_stores=True)
     assert config.staging == "both"
-    for more in ({"varlen": True}, {"block_lists": True}, {"program": "a program"}, {"f32_dkdv": True}):
+    for more in ({"block_lists": True}, {"program": "a program"}, {"f32_dkdv": True}):
         assert replace(config, **more).staging == "registers"
     for ranks in (problem_with(64, **CAUSAL), problem_with(128, **CAUSAL)):
         of_rank = config_of_rank(ranks)
@@ -176,8 +180,9 @@ LONG = {"seqlen": 4096}
         (96, LONG, True),
         (96, {**CAUSAL, **LONG}, True),
         (128, {**CAUSAL, "seqlen": 12000, "varlen": True}, True),
-        (128, {"seqlen": 12000, "varlen": True}, False),
-        (96, {**CAUSAL, "seqlen": 12000, "varlen": True}, False),
+        (128, {"seqlen": 12000, "varlen": True}, True),
+        (96, {**CAUSAL, "seqlen": 12000, "varlen": True}, True),
+        (96, {**CAUSAL, "seqlen": 1000, "varlen": True}, False),
         (128, {**LONG, "deterministic": True}, False),
         (128, {**LONG, "alibi": True}, False),
         (64, LONG, False),

@@ -19,6 +19,7 @@ from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.ranges import QueryRanges
 from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.jit.launch import Dim3
+from flashlane.kernels.hopper import sequence_rows
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
 from flashlane.kernels.hopper.backward.config import CONSUMERS, ROW_THREADS, GradientConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, InKernelDq
@@ -563,10 +564,16 @@ def _maps(
 def tensor_map(
     dtype: str, address: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int
 ) -> tensormap.TensorMap:
-    """The map of a tensor as (column, row, head, batch); a box is so many rows of a chunk of columns."""
-    *batch, length, heads, dim = shape
-    *by_batch, by_row, by_head, _ = strides
-    sizes, steps = (dim, length, heads, *(batch or [1])), (1, by_row, by_head, *(by_batch or [0]))
+    """The map of a tensor; a box is so many rows of a chunk of columns.
+
+    Its axes are (column, row, head, batch), and of packed tensors those of :func:`sequence_rows.axes`.
+    """
+    if len(shape) == 3:
+        sizes, steps = sequence_rows.axes(shape, strides, tensormap.ITEM_BYTES[dtype])
+        return tensormap.describe(dtype, address, sizes, steps, (CHUNK, rows, 1, 1, 1))
+    batch, length, heads, dim = shape
+    by_batch, by_row, by_head, _ = strides
+    sizes, steps = (dim, length, heads, batch), (1, by_row, by_head, by_batch)
     return tensormap.describe(dtype, address, sizes, steps, (CHUNK, rows, 1, 1))
 
 

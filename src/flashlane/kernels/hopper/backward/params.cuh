@@ -2,14 +2,13 @@
 // flashlane.kernels.hopper.backward.launch mirrors Params.
 #pragma once
 #include "attention/block_list.cuh"
-#include "attention/out_of_bounds.cuh"
 #include "attention/score.cuh"
 #include "attention/score_program.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "hopper/backward/dq_semaphore.cuh"
 #include "mbarrier.cuh"
+#include "hopper/sequence_rows.cuh"
 #include "offsetof.cuh"
-#include "tma.cuh"
 
 constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V;
 constexpr int CHUNK_COLUMNS = 64, ROW_BYTES = 128;        // tiles lie in chunks of 64 columns; zeros fill the last one
@@ -17,7 +16,7 @@ constexpr int QK_CHUNKS = (HEAD_DIM + 63) / 64, V_CHUNKS = (HEAD_DIM_V + 63) / 6
 constexpr int WARPGROUP = 128;
 
 struct PlainParams {
-    TensorMap q, k, v, dout;       // (column, row, head, batch)
+    TensorMap q, k, v, dout;       // (column, row, head, batch); VARLEN: see sequence_rows.cuh
     TensorMap dk_map, dv_map;      // of dK and dV, where these are stored by TMA
     SeqlenParams seqlen;
     ScoreParams score;
@@ -49,6 +48,13 @@ struct PlainParams {
 };
 struct Params : PlainParams, Optional<cfg::QUERY_RANGES, QueryRanges> {};
 static_assert(!cfg::QUERY_RANGES || !(cfg::VARLEN || cfg::BLOCK_LISTS));
+
+// Where the queries and the keys of a sequence lie, and how their boxes are copied.
+__device__ __forceinline__ SequenceRows query_rows(const QuerySeqlen& of) {
+    return {of.q_first, of.q_length, of.q_batch};
+}
+__device__ __forceinline__ SequenceRows key_rows(const Seqlen& of) { return {of.k_first, of.k_length, of.k_batch}; }
+constexpr bool PACKED_ROWS = cfg::VARLEN;
 
 constexpr int MASK_UNITS = (BLOCK_M + UNIT - 1) / UNIT;  // of an m-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_M % UNIT == 0 && !Program::HAS_MASK));

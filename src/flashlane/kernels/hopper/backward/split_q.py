@@ -18,7 +18,14 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.core.ranges import QueryRanges
 from flashlane.core.registry import memoised
 from flashlane.kernels.hopper.backward.config import CONSUMERS, GradientConfig
-from flashlane.kernels.hopper.backward.head_swizzle import by_model, compared_sections, crowding, steps_of
+from flashlane.kernels.hopper.backward.head_swizzle import (
+    by_model,
+    compared_sections,
+    crowding,
+    steps_of,
+    two_cta_heads_per_section,
+)
+from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.makespan import makespan, sections_of
 
 MAX_SPLITS, MAX_SPLITS_OF_PACKED = 8, 4
@@ -81,14 +88,15 @@ def split_of(
     """How a launch's tiles are split: the last ones of equal tiles, all of few, those of the longest packed sequences.
 
     Args:
-        problem: the attention problem; an order of additions, or a window, leaves tiles whole.
+        problem: the attention problem; an order of additions leaves tiles whole, and so does a window of packed
+            sequences or of a rank's share.
         config: the tile.
         workers: CTAs, or clusters, that take tiles.
         ranges: of the queries, where they are two.
         total: queries and keys of all packed sequences; None: as if there were only the longest one, with which
             splitting saves most.
     """
-    if problem.deterministic or problem.window_left >= 0:
+    if problem.deterministic or (problem.window_left >= 0 and (problem.varlen or config.f32_dkdv)):
         return WHOLE_TILES
     if problem.varlen:
         queries, keys = problem.seqlen_q, problem.seqlen_k
@@ -112,13 +120,18 @@ def order_of(
     """The order and the splits with which a launch of dense tensors is predicted to be done first.
 
     Args:
-        problem: the attention problem, without a left side of its window and with additions in any order.
-        config: the tile; where it has heads of a section, no others are compared.
+        problem: the attention problem, with additions in any order.
+        config: the tile, specialised; where it has heads of a section, no others are compared.
         workers: CTAs, or clusters, that take tiles.
         ranges: of the queries, where they are two.
     """
-    start = CLUSTER_START if config.design == "two_cta" else START
-    return _order_of(problem, config.block_m, config.block_n, config.heads_per_section, workers, start, ranges)
+    start, section = START, config.heads_per_section
+    if config.design == "two_cta":
+        start = CLUSTER_START
+        if problem.window_left >= 0:  # other sections were slower (notebook 0026)
+            section = section or two_cta_heads_per_section(problem)
+    n_blocks = tiles_of(problem, config)
+    return _order_of(problem, config.block_m, config.block_n, n_blocks, section, workers, start, ranges)
 
 
 @memoised
@@ -126,12 +139,14 @@ def _order_of(
     problem: AttentionProblem,
     block_m: int,
     block_n: int,
+    n_blocks: range,
     section: int,
     workers: int,
     start: float,
     ranges: QueryRanges | None,
 ) -> TileOrder:
-    steps, heads = steps_of(problem, block_m, block_n, ranges), problem.kv_heads * problem.batch
+    steps = steps_of(problem, block_m, block_n, ranges)[n_blocks.start : n_blocks.stop]
+    heads = problem.kv_heads * problem.batch
     tiles, longest = heads * len(steps), max(steps, default=0)
     masked = by_model(problem)
     compared = [section] if section else compared_sections(problem) if masked else [1]

@@ -17,6 +17,7 @@ from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import KernelSource, launch, launch_pool, tensormap
 from flashlane.jit.budget import WARP
 from flashlane.jit.launch_pool import Launch, LaunchPlan, Map, ParamsBlock
+from flashlane.kernels.hopper import sequence_rows
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
 from flashlane.kernels.hopper.block_lists import BlockListParams
 from flashlane.kernels.hopper.forward import tile_scheduler
@@ -136,7 +137,12 @@ def query_map(
 
 
 def key_map(config: HopperConfig, shape: tuple[int, ...], stride: tuple[int, ...]) -> MapShape:
-    """k or v as (column, row, head, batch), a page being a batch row; a box is an n-block or part of a page."""
+    """k or v as (column, row, head, batch), a page being a batch row; a box is an n-block or part of a page.
+
+    Packed ones have the axes of :func:`sequence_rows.axes`, unless some of their rows lie in another tensor.
+    """
+    if len(shape) == 3 and not config.arrivals:
+        return *sequence_rows.axes(shape, stride, tensormap.ITEM_BYTES[config.dtype]), (CHUNK, config.box_rows, 1, 1, 1)
     batch, rows, heads, dim = shape if len(shape) == 4 else (1, *shape)
     by_batch, by_row, by_head, _ = stride if len(stride) == 4 else (0, *stride)
     return (dim, rows, heads, batch), (1, by_row, by_head, by_batch), (CHUNK, config.box_rows, 1, 1)

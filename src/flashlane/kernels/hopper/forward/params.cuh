@@ -19,9 +19,9 @@
 #include "attention/seqlen.cuh"
 #include "config.cuh"
 #include "hopper/forward/combine.cuh"
+#include "hopper/sequence_rows.cuh"
 #include "offsetof.cuh"
 #include "optional.cuh"
-#include "tma.cuh"
 
 using Element = cfg::Element;
 constexpr int BLOCK_M = cfg::BLOCK_M, BLOCK_N = cfg::BLOCK_N, V_SLICES = cfg::V_SLICES;
@@ -71,8 +71,10 @@ static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Pr
 // sequence are not.
 using Seqlen = SeqlenInfo<cfg::VARLEN, cfg::CACHE, cfg::PAGED, cfg::RANGES ? Tail::RANGES : Tail::ONE_MORE_SEQUENCE>;
 using TileMask = WindowMask<side(cfg::HAS_LEFT), side(cfg::HAS_RIGHT)>;
-// TMA loads whole blocks, so the rows after a sequence's last key hold anything. Gathered rows are zeros there.
-constexpr bool OUT_OF_BOUNDS_ROWS = (cfg::VARLEN || cfg::CACHE || cfg::PAGED) && !cfg::GATHER;
+// Where the maps of k and v have the axes of sequence_rows.cuh: rows after a sequence's last key are then zeros.
+constexpr bool ENDS_WITH_SEQUENCE = cfg::VARLEN && !cfg::PAGED && !cfg::ARRIVALS;
+// Else TMA loads whole blocks, whose rows after the last key hold anything. Gathered rows are zeros there.
+constexpr bool OUT_OF_BOUNDS_ROWS = (cfg::VARLEN || cfg::CACHE || cfg::PAGED) && !ENDS_WITH_SEQUENCE && !cfg::GATHER;
 
 // What a tile's output is: the result (WHOLE), or the partial result of one split of the keys. Splits are combined by
 // another launch (PARTIAL) or by the warpgroup that stores the last one (COMBINED_IN_KERNEL).
@@ -84,7 +86,8 @@ constexpr bool COMBINE_IN_KERNEL = OUTPUT == Output::COMBINED_IN_KERNEL;
 
 // What every launch reads lies together: a kernel waits for each line of the constant cache that it begins to read.
 struct PlainParams {
-    TensorMap q, k, v;             // q (column, packed head, row, tile head, batch); k, v (column, row, head, batch)
+    TensorMap q, k, v;             // q (column, packed head, row, tile head, batch); k, v (column, row, head, batch);
+                                   // ENDS_WITH_SEQUENCE: k, v as sequence_rows.cuh says
     ScoreParams score;
     void* out;                     // (split, batch, row, head, column); f32 where partial, else the operands' type
     float* lse;                    // (split, batch, head, row); null where not wanted, unless the output is partial

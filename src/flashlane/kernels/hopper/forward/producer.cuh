@@ -222,17 +222,19 @@ struct Producer {
                                                                  block.n_block, block.head, lane, column);
         } else if (lane == 0) {
             constexpr int SHARE = BLOCK_N / CLUSTER;
-            int row = sequence.k_first + block.first_key() + rank * SHARE;
-            if (cfg::ARRIVALS && block.own_row != NOT_OWN) row = block.own_row;
+            SequenceRows rows{sequence.k_first, sequence.k_length, sequence.k_batch};
+            int row = block.first_key() + rank * SHARE;
+            if (cfg::ARRIVALS && block.own_row != NOT_OWN) rows.first = 0, row = block.own_row;
             destination += rank * SHARE * ROW_BYTES;
 #pragma unroll
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {
                 const int first = column + chunk * CHUNK_COLUMNS;
                 if constexpr (CLUSTER == 1)
-                    tma_load(destination + chunk * KV_CHUNK, map, barrier, first, row, block.head, sequence.k_batch);
+                    load_rows<ENDS_WITH_SEQUENCE>(destination + chunk * KV_CHUNK, map, barrier, first, row, block.head,
+                                                  rows);
                 else
-                    tma_load_multicast(destination + chunk * KV_CHUNK, map, barrier, first, row, block.head,
-                                       sequence.k_batch, (1 << CLUSTER) - 1);
+                    load_rows_multicast<ENDS_WITH_SEQUENCE>(destination + chunk * KV_CHUNK, map, barrier, first, row,
+                                                            block.head, rows, (1 << CLUSTER) - 1);
             }
         }
     }

@@ -101,9 +101,9 @@ class OneCtaConfig(GradientConfig):
     def staging(self) -> Staging:
         """Where dK and dV of a tile lie until they are stored.
 
-        A tensor map clips neither at the end of a packed sequence nor what is not in the operands' type.
+        A tensor map stores nothing that is not in the operands' type.
         """
-        if self.tma_stores and not (self.varlen or self.f32_dkdv or self.block_lists or self.program):
+        if self.tma_stores and not (self.f32_dkdv or self.block_lists or self.program):
             staged: tuple[Staging, ...] = "both", "in_turn"
             for staging in staged:
                 if sum(self._regions(staging).values()) <= shared_limit(ARCH):

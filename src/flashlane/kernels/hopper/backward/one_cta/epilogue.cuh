@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], c
 // ---- dK and dV through shared memory
 
 // Writes a warp's 16 rows of dK or dV, times `factor`, to `at`, and stores them as a bulk group of its first lane. Rows
-// past the end of the keys are outside the tensor.
+// past the end of the keys are not stored.
 template <int DIM>
 __device__ __forceinline__ void stage_and_store(const float (&d)[DIM / 2], const WorkTile& tile, int first_row,
                                                 const TensorMap& map, u32 at, float factor,
@@ -30,8 +30,8 @@ __device__ __forceinline__ void stage_and_store(const float (&d)[DIM / 2], const
     if (threadIdx.x % WARP == 0) {
 #pragma unroll
         for (int i = 0; i < DIM; i += CHUNK_COLUMNS)
-            tma_store(map, at + i / CHUNK_COLUMNS * chunk_bytes, i, tile.first_key + first_row, tile.kv_head,
-                      tile.seqlen.k_batch);
+            store_rows<PACKED_ROWS>(map, at + i / CHUNK_COLUMNS * chunk_bytes, i, tile.first_key + first_row,
+                                    tile.kv_head, key_rows(tile.seqlen));
         bulk_commit();
     }
 }

@@ -1,5 +1,6 @@
 // A consumer warpgroup of the one-CTA backward: the loop over tiles, the steps of a tile, and the products of a step.
 #pragma once
+#include "attention/out_of_bounds.cuh"
 #include "hopper/backward/one_cta/epilogue.cuh"
 #include "hopper/backward/one_cta/slice_count.cuh"
 #include "hopper/backward/one_cta/storage.cuh"
@@ -147,7 +148,6 @@ struct Consumer {
     __device__ __forceinline__ void run_steps(int steps) {
         if (!DP_FIRST) wait<K_STAGES>(SMEM(k_full), full_tiles());
         wait<V_STAGES>(SMEM(v_full), full_tiles());
-        zero_out_of_bounds_keys();
         if constexpr (PEELED) {
             first_step();
             // Without it ptxas keeps five scores of D 128 in local memory in the loop, and with it two.
@@ -303,8 +303,8 @@ struct Consumer {
 
     // ---- ping-pong scheduling
 
-    // Of the first and the last there is one for each consumer.
-    enum NamedBarrier { WARPGROUP_BARRIER = 1, CONSUMERS_BARRIER = 3, PING_PONG_BARRIER = 4 };
+    // There is one of each for each consumer.
+    enum NamedBarrier { WARPGROUP_BARRIER = 1, PING_PONG_BARRIER = 3 };
 
     __device__ __forceinline__ void ping_pong_wait() const {
         if (PING_PONG != PingPong::OFF) named_barrier_sync(PING_PONG_BARRIER + number, CONSUMERS * WARPGROUP);
@@ -568,11 +568,11 @@ struct Consumer {
         }
     }
 
-    // ---- out-of-bounds rows of packed sequences become zeros
+    // ---- out-of-bounds rows of a range of queries become zeros
 
     // QUERY_RANGES: rows past the first range's end are the second range's. They have no probabilities; and without a
     // left side they see all keys of the first range themselves, so that their NaN are in those sums anyway.
-    static constexpr bool ZEROES_QUERIES = cfg::VARLEN || (cfg::QUERY_RANGES && cfg::HAS_LEFT);
+    static constexpr bool ZEROES_QUERIES = cfg::QUERY_RANGES && cfg::HAS_LEFT;
     // Of Q and dO at once, so that a step has one branch. Both consumers write the same zeros, each before its own
     // products.
     __device__ __forceinline__ void zero_out_of_bounds_queries(int rows) {
@@ -582,17 +582,5 @@ struct Consumer {
         zero_rows<V_CHUNKS, BLOCK_M>(do_tile(), rows, threadIdx.x % WARPGROUP, WARPGROUP);
         fence_proxy_async();
         named_barrier_sync(WARPGROUP_BARRIER + number, WARPGROUP);
-    }
-    __device__ __forceinline__ void zero_out_of_bounds_keys() {
-        if constexpr (cfg::VARLEN) {
-            const TileKeys keys = tile_keys(base, tiles % TILE_STAGES);
-            const int rows = keys.length - keys.first;
-            if (rows >= BLOCK_N) return;
-            const int thread = threadIdx.x - WARPGROUP, threads = CONSUMERS * WARPGROUP;
-            zero_rows<QK_CHUNKS, BLOCK_N>(k_tile(), rows, thread, threads);
-            zero_rows<V_CHUNKS, BLOCK_N>(v_tile(), rows, thread, threads);
-            fence_proxy_async();
-            named_barrier_sync(CONSUMERS_BARRIER, threads);
-        }
     }
 };

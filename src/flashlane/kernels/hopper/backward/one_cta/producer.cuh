@@ -139,8 +139,7 @@ struct Producer {
         store_shared(SMEM(step) + STEP_BYTES * stage,
                      make_uint4(aligned, seqlen.q_length - query, head, mask_word));
         mbarrier_expect_tx_before_copies(full, Q_BYTES + STAT_BYTES);
-        load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, seqlen.q_first + query, head,
-                        seqlen.q_batch);
+        load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, query, head, query_rows(seqlen));
         if (!FIRST_TILE_OWN || steps > 0)
             bulk_load(SMEM(lse) + stage * STAT_BYTES, p.lse + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
         mbarrier_arrive_after_copies(full);
@@ -149,8 +148,8 @@ struct Producer {
         const u32 stage = steps % DO_STAGES, full = barrier_of(SMEM(do_full), stage);
         mbarrier_wait(barrier_of(SMEM(do_empty), stage), steps / DO_STAGES % 2 ^ 1);
         mbarrier_expect_tx_before_copies(full, DO_BYTES + STAT_BYTES);
-        load<V_CHUNKS>(p.dout, SMEM_TILE(dout) + stage * DO_BYTES, ROWS_CHUNK, full,
-                       seqlen.q_first + m_block * BLOCK_M, head, seqlen.q_batch);
+        load<V_CHUNKS>(p.dout, SMEM_TILE(dout) + stage * DO_BYTES, ROWS_CHUNK, full, m_block * BLOCK_M, head,
+                       query_rows(seqlen));
         if (!FIRST_TILE_OWN || steps > 0)
             bulk_load(SMEM(delta) + stage * STAT_BYTES, p.delta + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
         mbarrier_arrive_after_copies(full);
@@ -163,28 +162,30 @@ struct Producer {
     }
     // What can be loaded first comes first: of two stages K's; of one stage V's, which the tile before needs less long.
     __device__ __forceinline__ void load_keys(const WorkTile& tile) const {
-        const int row = tile.seqlen.k_first + tile.first_key, batch = tile.seqlen.k_batch;
-        if (K_STAGES > 1) load_k(row, tile.kv_head, batch);
-        load_v(row, tile.kv_head, batch);
-        if (K_STAGES == 1) load_k(row, tile.kv_head, batch);
+        if (K_STAGES > 1) load_k(tile);
+        load_v(tile);
+        if (K_STAGES == 1) load_k(tile);
     }
-    __device__ __forceinline__ void load_k(int row, int head, int batch) const {
+    __device__ __forceinline__ void load_k(const WorkTile& tile) const {
         const u32 before = full_tiles - 1, stage = before % K_STAGES, full = barrier_of(SMEM(k_full), stage);
         mbarrier_wait(barrier_of(SMEM(k_empty), stage), before / K_STAGES % 2 ^ 1);
         mbarrier_arrive_expect_tx(full, K_BYTES);
-        load<QK_CHUNKS>(p.k, SMEM_TILE(k) + stage * K_BYTES, KEYS_CHUNK, full, row, head, batch);
+        load<QK_CHUNKS>(p.k, SMEM_TILE(k) + stage * K_BYTES, KEYS_CHUNK, full, tile.first_key, tile.kv_head,
+                        key_rows(tile.seqlen));
     }
-    __device__ __forceinline__ void load_v(int row, int head, int batch) const {
+    __device__ __forceinline__ void load_v(const WorkTile& tile) const {
         const u32 before = full_tiles - 1, stage = before % V_STAGES, full = barrier_of(SMEM(v_full), stage);
         mbarrier_wait(barrier_of(SMEM(v_empty), stage), before / V_STAGES % 2 ^ 1);
         mbarrier_arrive_expect_tx(full, V_BYTES);
-        load<V_CHUNKS>(p.v, SMEM_TILE(v) + stage * V_BYTES, KEYS_CHUNK, full, row, head, batch);
+        load<V_CHUNKS>(p.v, SMEM_TILE(v) + stage * V_BYTES, KEYS_CHUNK, full, tile.first_key, tile.kv_head,
+                       key_rows(tile.seqlen));
     }
     template <int CHUNKS>
     __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 chunk_bytes, u32 full, int row, int head,
-                                         int batch) const {
+                                         const SequenceRows& of) const {
 #pragma unroll
-        for (int i = 0; i < CHUNKS; ++i) tma_load(to + i * chunk_bytes, map, full, i * CHUNK_COLUMNS, row, head, batch);
+        for (int i = 0; i < CHUNKS; ++i)
+            load_rows<PACKED_ROWS>(to + i * chunk_bytes, map, full, i * CHUNK_COLUMNS, row, head, of);
     }
 
     // The m-block (and with additions in order the n-block) of the next slice of dQ. A tile has one slice more than it

@@ -45,8 +45,8 @@ static_assert(STAGING != Staging::DS_AND_ROOM || (K_STAGES == 1 && QK_CHUNKS == 
                                                   2 * 3 * STAGED_CHUNK <= ROWS_CHUNK),
               "dV and a chunk of dK of two warps lie in a consumer's half of a stage of dS");
 static_assert(!PEELED || (!PIPELINED_TILES && !SKIPS_HIDDEN && !Dq::IN_ORDER));
-// The first step then makes dP before S, as V comes before K. Of packed sequences both are zeroed past the end.
-constexpr bool DP_FIRST = PEELED && !cfg::VARLEN;
+// The first step then makes dP before S, as V comes before K.
+constexpr bool DP_FIRST = PEELED;
 // Of splits it is not known before the end whether dK and dV are complete.
 constexpr bool UNDER_LAST_DQ = STAGING == Staging::DQ_AND_DS && !SPLIT_Q;
 static_assert(STAGING != Staging::DQ_AND_DS ||
@@ -57,7 +57,7 @@ static_assert(STAGING != Staging::DS_AND_DQ ||
                   (Dq::TMA && K_STAGES == 1 && DQ_STAGES == 1 && !POSTPROCESS_LAST_ADDITION &&
                    2 * V_CHUNKS * STAGED_CHUNK <= ROWS_CHUNK && QK_CHUNKS * STAGED_CHUNK <= FRAGMENT_BYTES),
               "dV of two warps lies in a consumer's half of a stage of dS, and dK of one in its fragment of dQ");
-static_assert(STAGING == Staging::REGISTERS || !(cfg::VARLEN || cfg::F32_DKDV), "a tensor map cannot store these");
+static_assert(STAGING == Staging::REGISTERS || !cfg::F32_DKDV, "a tensor map cannot store these");
 // With additions in order each tile walks the queries in the direction in which the tiles before it arrive there
 // earlier: with a causal mask, from the last m-block to the first.
 constexpr bool DESCENDING_M_BLOCKS = Dq::IN_ORDER && cfg::HAS_RIGHT;

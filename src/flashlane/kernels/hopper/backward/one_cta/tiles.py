@@ -20,8 +20,11 @@ SHORT = 1024
 FEW_STEPS = 2048
 """Queries that see a tile under a mask, of all heads of its group, up to which what is between tiles counts most; half
 as many without a mask."""
-PACKED = 4096
-"""Typical length of packed sequences up to which tiles under a mask have few steps (notebooks 0021 and 0026)."""
+WITHOUT_PING_PONG = range(113, 121)
+"""Head dims whose steps of 80 queries are 1 % faster without ping-pong; with 104 and 112 they are not."""
+WINDOW_STEP = (28, 12)
+"""What a step under a window takes besides its queries, in queries, of head dims above 96 and above 120: steps of 64
+queries, whose consumers take no turns, next to steps of 80 (notebook 0040)."""
 IDLE_WARPS_REACH = 512
 """Queries that see a tile from which on its steps take as long as two idle warps take for 128 rows of dQ: with 384
 a launch of their own is 1.02 to 1.11 times as fast, with 639 it is 0.97 to 1.01 (notebook 0037)."""
@@ -32,7 +35,10 @@ NARROW_PING_PONG: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: 
 until products are complete than without, by 4 % in the mean; with steps of 128 all were faster (notebook 0016)."""
 OWN_LOOPS_ROWS = 128
 """Queries of these steps with which two loops were faster without a mask: by 2 to 7 % in six problems, and slower with
-112 in both (notebook 0024). With packed sequences by 1 to 4 % in five, under a causal mask too (notebook 0026)."""
+112 in both (notebook 0024). With packed sequences under any mask and with any of these rows (notebook 0040)."""
+OWN_LOOPS_REACH = 1000
+"""Queries that see a tile under a window, of all heads of its group, from which on two loops were faster: by 0.7 to 6 %
+in nine problems, and with fewer by -1.5 to 0.1 % in nine (notebook 0040)."""
 NARROW_STEP, WIDE_STEP = 20, 20
 """What a step takes besides its queries, in queries, of head dims up to 64 and above 96 (notebook 0016)."""
 STEP_MICROSECONDS = 2.23e-4
@@ -75,29 +81,36 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
         # Packed sequences and windows were slower with it in all 9 problems (notebook 0021).
         causal = problem.has_right_only and not problem.varlen and not extras
         ping_pong: PingPong = NARROW_PING_PONG[block_m] if causal else "until_complete" if extras and masked else "off"
-        alike = not masked or (problem.varlen and problem.window_left < 0)
-        own_loops = block_m == OWN_LOOPS_ROWS and alike and not extras
+        alike = block_m == OWN_LOOPS_ROWS and (not masked or (problem.window_left >= 0 and many_rows(problem)))
+        own_loops = (problem.varlen or alike) and not extras
         tile = replace(tile, block_m=block_m, k_stages=2, v_stages=2, ping_pong=ping_pong, own_loops=own_loops)
     elif largest > MAX_REGISTER_ATOMICS and not extras:
+        until: PingPong = "off" if largest in WITHOUT_PING_PONG else "until_complete"
         if problem.deterministic:
             tile = replace(tile, ping_pong="until_complete")
         elif problem.varlen:
-            if typical_length(problem) * (1 if masked else problem.group) <= (PACKED if masked else FEW_STEPS):
-                tile = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
-            else:  # of four problems with peeled first steps those without a mask were slower (notebook 0037)
-                tile = replace(tile, peeled=problem.has_right_only)
+            if problem.window_left >= 0:
+                tile = long_tile(problem, tile)
+            elif masked and typical_length(problem) <= SHORT:
+                tile = replace(tile, block_m=64)
+            else:
+                tile = replace(tile, block_m=80, ping_pong=until)
         elif few_steps(problem) and not long_steps_are_faster(problem, few := tile_of_few_steps(problem, tile)):
-            tile = few
-        elif problem.window_left < 0:
+            # Without idle warps, windows had faster tiles in five problems of five (notebook 0040).
+            tile = long_tile(problem, tile) if problem.window_left >= 0 and few.dq == "tma_reduce_add" else few
+        elif problem.window_left >= 0:
+            tile = long_tile(problem, tile)
+        else:
             rows = 80 if few_steps(problem) else least_work(problem, tile, (80, 64), WIDE_STEP) if masked else 80
-            tile = replace(tile, block_m=rows, ping_pong="until_complete" if rows == 80 else "until_issued")
-    elif not (problem.varlen or problem.deterministic or extras):
+            tile = replace(tile, block_m=rows, ping_pong=until if rows == 80 else "until_issued")
+    elif not (problem.deterministic or extras):
         tile = middle_tile(problem, tile)
-    # Packed sequences gained nothing by TMA stores, and score modifiers were not timed with them (notebook 0025).
-    if not (problem.varlen or problem.deterministic or extras):
+    if not (problem.deterministic or extras):  # which were not timed with TMA stores (notebook 0025)
         staged = replace(tile, tma_stores=True)
-        faster = staged.staging in IN_DS or ((tile.k_stages > 1 or not wide) and staged.stores_by_tma)
-        tile = replace(staged, peeled=staged.staging in IN_DS) if faster else tile
+        if problem.varlen or (wide and problem.window_left >= 0 and tile.k_stages == 1):
+            tile = replace(staged, peeled=tile.k_stages == 1)
+        elif staged.staging in IN_DS or ((tile.k_stages > 1 or not wide) and staged.stores_by_tma):
+            tile = replace(staged, peeled=staged.staging in IN_DS)
     if tile.staging in ("ds_and_dq", "dq_and_ds"):
         section = heads_per_section(problem, -(-problem.seqlen_k // tile.block_n))
         zeros = zeros_of(problem, tile.block_n, section, SMS, own_tiles=True)
@@ -106,7 +119,16 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     # Of 52 problems those with these tiles were faster, and others slower (notebook 0027).
     few_queries = wide and tile.block_m == 64 and tile.k_stages > 1 and tile.ping_pong == "until_issued"
     tile = replace(tile, skips_hidden=few_queries and masked and not (problem.varlen or problem.deterministic))
-    return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1).specialised(problem)
+    tile = tile.specialised(problem)
+    return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1)
+
+
+def long_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
+    """The tile of head dims above 96 for a window that many queries of a tile see."""
+    largest = max(problem.head_dim, problem.head_dim_v)
+    rows = least_work(problem, tile, (80, 64), WINDOW_STEP[largest > WITHOUT_PING_PONG.stop - 1])
+    until: PingPong = "until_complete" if rows == 80 and largest not in WITHOUT_PING_PONG else "off"
+    return replace(tile, block_m=rows, ping_pong=until)
 
 
 def tile_of_few_steps(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
@@ -137,12 +159,14 @@ def long_steps_are_faster(problem: AttentionProblem, few: OneCtaConfig) -> bool:
 
 
 def middle_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
-    """The tile of head dims 72 to 96, of dense tensors without score modifiers."""
+    """The tile of head dims 72 to 96 without score modifiers."""
     window, causal = problem.window_left >= 0, problem.has_right_only
     mixed = max(problem.head_dim, problem.head_dim_v) <= MAX_MIXED
     few = few_steps(problem, 2 * FEW_STEPS if causal and mixed else FEW_STEPS) and (window or causal or mixed)
+    if window and not few and reach_of(problem) <= FEW_STEPS:  # of each query head
+        return replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
     # Hardly any tile is cut by both sides of a window.
-    rows = 64 if few else least_work(problem, tile, (96, 64), WIDE_STEP) if causal else 96
+    rows = 64 if few else least_work(problem, tile, (96, 64), WIDE_STEP) if causal and not problem.varlen else 96
     tile = replace(tile, block_m=rows)
     if not few and not (mixed and rows == 64):
         return tile
@@ -176,26 +200,19 @@ def least_work(problem: AttentionProblem, tile: OneCtaConfig, rows: tuple[int, .
         rows: that are compared.
         step: what a step takes besides its queries, in queries.
     """
-    if problem.varlen:
+    if problem.varlen and problem.window_left < 0:
         if not problem.has_right_only:
             return rows[0]
         # Most sequences are shorter than the longest.
         half = problem.seqlen_q // 2, problem.seqlen_k // 2
         problem = replace(problem, varlen=False, seqlen_q=half[0], seqlen_k=half[1])
+    elif problem.varlen:
+        problem = replace(problem, varlen=False)
 
     def work(block_m: int) -> int:
         return sum(steps_of(problem, block_m, tile.block_n)) * (block_m + step)
 
     return min(rows, key=work)
-
-
-def typical_length(problem: AttentionProblem) -> float:
-    """Length of the packed sequence that a typical tile is of, from the longest, which is all that the host knows.
-
-    Where the logarithm of a length is as likely to be any number, it is the longest times 0.87 of two sequences, and
-    times 0.46 of 46: the mean over 1500 drawn batches of each tile's own length is within 3 % of this.
-    """
-    return problem.seqlen_q / max(1, problem.batch) ** 0.2
 
 
 def few_steps(problem: AttentionProblem, most: int = FEW_STEPS) -> bool:
@@ -206,6 +223,24 @@ def few_steps(problem: AttentionProblem, most: int = FEW_STEPS) -> bool:
         most: queries that see a tile under a mask; half as many without.
     """
     if problem.window_left >= 0:
-        reach = problem.window_left + max(0, problem.window_right)
-        return min(problem.seqlen_q, reach) * problem.group <= most
+        return reach_of(problem) * problem.group <= most
     return problem.rows_of_kv_head <= (most if problem.window_right >= 0 else most // 2)
+
+
+def reach_of(problem: AttentionProblem) -> int:
+    """Queries of a head that a window lets see a key."""
+    return min(problem.seqlen_q, problem.window_left + max(0, problem.window_right))
+
+
+def many_rows(problem: AttentionProblem) -> bool:
+    """Whether so many queries see a tile under a window that two loops are faster up to head dim 64."""
+    return reach_of(problem) * problem.group >= OWN_LOOPS_REACH
+
+
+def typical_length(problem: AttentionProblem) -> float:
+    """Length of the packed sequence that a typical tile is of, from the longest, which is all that the host knows.
+
+    Where the logarithm of a length is as likely to be any number, it is the longest times 0.87 of two sequences, and
+    times 0.46 of 46: the mean over 1500 drawn batches of each tile's own length is within 3 % of this.
+    """
+    return problem.seqlen_q / max(1, problem.batch) ** 0.2

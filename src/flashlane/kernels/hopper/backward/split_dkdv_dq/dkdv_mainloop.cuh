@@ -33,28 +33,8 @@ struct Consumer {
     }
     __device__ __forceinline__ void next() { q.advance(), dout.advance(), p_stage.advance(), step.next(); }
 
-    // Zeroes out-of-bounds rows of packed sequences. Both consumers write the same zeros, each before its own products.
-    template <int CHUNKS>
-    __device__ __forceinline__ void zero_out_of_bounds_queries(u32 rows_tile) const {
-        if constexpr (cfg::VARLEN) {
-            const int rows = tile.seqlen.q_length - step.m_block * BLOCK_M;
-            if (rows >= BLOCK_M) return;
-            zero_rows<CHUNKS, BLOCK_M>(rows_tile, rows, threadIdx.x % WARPGROUP, WARPGROUP);
-            fence_proxy_async();
-            named_barrier_sync(WARPGROUP_BARRIER + number, WARPGROUP);
-        }
-    }
     __device__ __forceinline__ void wait_keys() const {
         mbarrier_wait(SMEM(k_full), 0), mbarrier_wait(SMEM(v_full), 0);
-        if constexpr (cfg::VARLEN) {
-            const int rows = max(0, tile.seqlen.k_length - tile.first_key), threads = 2 * WARPGROUP;
-            if (rows >= BLOCK_N) return;
-            const int thread = threadIdx.x - WARPGROUP;
-            zero_rows<QK_CHUNKS, BLOCK_N>(SMEM(k), rows, thread, threads);
-            zero_rows<V_CHUNKS, BLOCK_N>(SMEM(v), rows, thread, threads);
-            fence_proxy_async();
-            named_barrier_sync(CONSUMERS_BARRIER, threads);
-        }
     }
 
     template <int DIM>
@@ -95,12 +75,10 @@ struct DvConsumer : Consumer {
 
     __device__ __forceinline__ void gemm_qk() {
         wait_q();
-        zero_out_of_bounds_queries<QK_CHUNKS>(q_tile());
         gemm_ss<BLOCK_M, QK_STEPS, KEYS_CHUNK, ROWS_CHUNK>(s, SMEM(k), q_tile());
     }
     __device__ __forceinline__ void gemm_dv() {
         wait_do();
-        zero_out_of_bounds_queries<V_CHUNKS>(do_tile());
         gemm_rs<HEAD_DIM_V, BLOCK_M>(dv, probabilities, do_tile());
     }
 
@@ -183,12 +161,10 @@ struct DkConsumer : Consumer {
 
     __device__ __forceinline__ void gemm_dp() {
         wait_do();
-        zero_out_of_bounds_queries<V_CHUNKS>(do_tile());
         gemm_ss<BLOCK_M, V_STEPS, KEYS_CHUNK, ROWS_CHUNK>(dp, SMEM(v), do_tile());
     }
     __device__ __forceinline__ void gemm_dk() {
         wait_q();
-        zero_out_of_bounds_queries<QK_CHUNKS>(q_tile());
         gemm_rs<HEAD_DIM, BLOCK_M>(dk, ds, q_tile());
     }
 

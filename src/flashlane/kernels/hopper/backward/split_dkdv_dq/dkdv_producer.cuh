@@ -34,8 +34,8 @@ struct Producer {
 
     __device__ __forceinline__ void load_keys(const TensorMap& map, int chunks, u32 to, u32 full) const {
         for (int i = 0; i < chunks; ++i)
-            tma_load(to + i * KEYS_CHUNK, map, full, i * CHUNK_COLUMNS, tile.seqlen.k_first + tile.first_key,
-                     tile.kv_head, tile.seqlen.k_batch);
+            ::load_rows<PACKED_ROWS>(to + i * KEYS_CHUNK, map, full, i * CHUNK_COLUMNS, tile.first_key, tile.kv_head,
+                                     key_rows(tile.seqlen));
     }
 
     // Loads an m-block and its row statistics into a stage that all consumers have released. The peer CTA's consumers
@@ -46,20 +46,21 @@ struct Producer {
                                               const PipelineState<STAGES>& state, const Step& step,
                                               long long rows) const {
         const u32 at = 8 * state.index, rows_to = to + state.index * chunks * ROWS_CHUNK + rank * CTA_ROWS * ROW_BYTES;
-        const int row = tile.seqlen.q_first + step.m_block * BLOCK_M + rank * CTA_ROWS;
+        const int row = step.m_block * BLOCK_M + rank * CTA_ROWS;
         mbarrier_wait(empty + at, state.phase ^ 1);
         if constexpr (CLUSTER > 1) {
             mbarrier_arrive_cluster(address_in(peer + at, rank ^ 1));
             mbarrier_wait_cluster(peer + at, state.phase);
         }
         mbarrier_expect_tx_before_copies(full + at, chunks * ROWS_CHUNK + STAT_BYTES);
+        const SequenceRows of = query_rows(tile.seqlen);
         for (int i = 0; i < chunks; ++i) {
             const u32 chunk = rows_to + i * ROWS_CHUNK;
             if constexpr (CLUSTER > 1)
-                tma_load_multicast(chunk, map, full + at, i * CHUNK_COLUMNS, row, step.head, tile.seqlen.q_batch,
-                                   (1 << CLUSTER) - 1);
+                load_rows_multicast<PACKED_ROWS>(chunk, map, full + at, i * CHUNK_COLUMNS, row, step.head, of,
+                                                 (1 << CLUSTER) - 1);
             else
-                tma_load(chunk, map, full + at, i * CHUNK_COLUMNS, row, step.head, tile.seqlen.q_batch);
+                ::load_rows<PACKED_ROWS>(chunk, map, full + at, i * CHUNK_COLUMNS, row, step.head, of);
         }
         bulk_load(stats_to + state.index * STAT_BYTES, statistics + rows, STAT_BYTES, full + at);
         mbarrier_arrive_after_copies(full + at);

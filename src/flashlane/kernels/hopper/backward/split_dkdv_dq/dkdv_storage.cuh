@@ -33,7 +33,6 @@ struct Storage<1> {
 };
 using SharedStorage = Storage<CLUSTER>;
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
-enum { WARPGROUP_BARRIER = 1, CONSUMERS_BARRIER = 3 };    // named barriers: one each consumer, and of both
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 

@@ -15,7 +15,6 @@ struct SharedStorage {
     u64 q_full, do_full, k_full[K_STAGES], k_empty[K_STAGES], v_full[V_STAGES], v_empty[V_STAGES];
 };
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
-enum { WARPGROUP_BARRIER = 1 };                           // named barriers: one each consumer
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
@@ -48,29 +47,28 @@ struct Producer {
         PipelineState<K_STAGES> k;
         PipelineState<V_STAGES> v;
         if (tile.n_blocks.high > tile.n_blocks.low)
-            load(p.q, QK_CHUNKS, ROWS_CHUNK, SMEM(q), SMEM(q_full), seqlen.q_first + tile.first_query, tile.head,
-                 seqlen.q_batch);
+            load(p.q, QK_CHUNKS, ROWS_CHUNK, SMEM(q), SMEM(q_full), tile.first_query, tile.head, query_rows(seqlen));
 #pragma unroll 1
         for (int n_block = tile.n_blocks.low; n_block < tile.n_blocks.high; ++n_block) {
-            const int row = seqlen.k_first + n_block * BLOCK_N;
+            const int row = n_block * BLOCK_N;
             mbarrier_wait(barrier_of(SMEM(k_empty), k.index), k.phase ^ 1);
             load(p.k, QK_CHUNKS, KEYS_CHUNK, SMEM(k) + k.index * K_BYTES, barrier_of(SMEM(k_full), k.index), row,
-                 tile.kv_head, seqlen.k_batch);
+                 tile.kv_head, key_rows(seqlen));
             k.advance();
             if (n_block == tile.n_blocks.low)
-                load(p.dout, V_CHUNKS, ROWS_CHUNK, SMEM(dout), SMEM(do_full), seqlen.q_first + tile.first_query,
-                     tile.head, seqlen.q_batch);
+                load(p.dout, V_CHUNKS, ROWS_CHUNK, SMEM(dout), SMEM(do_full), tile.first_query, tile.head,
+                     query_rows(seqlen));
             mbarrier_wait(barrier_of(SMEM(v_empty), v.index), v.phase ^ 1);
             load(p.v, V_CHUNKS, KEYS_CHUNK, SMEM(v) + v.index * V_BYTES, barrier_of(SMEM(v_full), v.index), row,
-                 tile.kv_head, seqlen.k_batch);
+                 tile.kv_head, key_rows(seqlen));
             v.advance();
         }
     }
     __device__ __forceinline__ void load(const TensorMap& map, int chunks, u32 chunk_bytes, u32 to, u32 full, int row,
-                                         int head, int batch) const {
+                                         int head, const SequenceRows& of) const {
         mbarrier_arrive_expect_tx(full, chunks * chunk_bytes);
         for (int i = 0; i < chunks; ++i)
-            tma_load(to + i * chunk_bytes, map, full, i * CHUNK_COLUMNS, row, head, batch);
+            load_rows<PACKED_ROWS>(to + i * chunk_bytes, map, full, i * CHUNK_COLUMNS, row, head, of);
     }
 };
 
@@ -112,11 +110,9 @@ struct Consumer {
 
     __device__ __forceinline__ void step(int n_block) {
         wait_k();
-        zero_out_of_bounds_keys<QK_CHUNKS>(k_tile(), n_block);
         // gemm_qk
         gemm_ss<BLOCK_N, QK_STEPS, ROWS_CHUNK, KEYS_CHUNK>(s, SMEM(q) + number * 64 * ROW_BYTES, k_tile());
         wait_v();
-        zero_out_of_bounds_keys<V_CHUNKS>(v_tile(), n_block);
         // gemm_dp
         gemm_ss<BLOCK_N, V_STEPS, ROWS_CHUNK, KEYS_CHUNK>(dp, SMEM(dout) + number * 64 * ROW_BYTES, v_tile());
         wgmma_wait<1>(s);
@@ -153,19 +149,6 @@ struct Consumer {
             const bool inside = query < tile.seqlen.q_length;
             minus_lse[half] = inside ? p.lse[first + query] : -INF;
             delta[half] = inside ? p.delta[first + query] : 0.f;
-        }
-    }
-
-    // Zeroes out-of-bounds keys of a packed sequence. Both consumers write the same zeros, each before
-    // its own products.
-    template <int CHUNKS>
-    __device__ __forceinline__ void zero_out_of_bounds_keys(u32 keys, int n_block) const {
-        if constexpr (cfg::VARLEN) {
-            const int rows = tile.seqlen.k_length - n_block * BLOCK_N;
-            if (rows >= BLOCK_N) return;
-            zero_rows<CHUNKS, BLOCK_N>(keys, rows, threadIdx.x % WARPGROUP, WARPGROUP);
-            fence_proxy_async();
-            named_barrier_sync(WARPGROUP_BARRIER + number, WARPGROUP);
         }
     }
 

@@ -131,4 +131,5 @@ def pick(problem: AttentionProblem) -> TwoCtaConfig:
     zeros = zeros_of(problem, tile.block_n, two_cta_heads_per_section(problem), SMS // CTAS, own_tiles=False)
     worth = zeros_are_worth_it(problem, zeros, tile.block_m, tile.block_n, CTAS)
     tile = replace(tile, in_kernel_zeros=worth)
-    return replace(tile, split_q=split_of(problem, tile, SMS // CTAS).splits > 1).specialised(problem)
+    tile = tile.specialised(problem)
+    return replace(tile, split_q=split_of(problem, tile, SMS // CTAS).splits > 1)

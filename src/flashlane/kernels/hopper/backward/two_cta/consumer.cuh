@@ -5,19 +5,6 @@
 #include "hopper/backward/two_cta/key_operand.cuh"
 #include "hopper/backward/two_cta/producer.cuh"
 
-// Stores the first `rows` rows that a warp staged (stage_accumulator) in device memory, `stride` elements apart, where
-// a tensor map would store all of them.
-template <int DIM, u32 CHUNK_BYTES>
-__device__ __forceinline__ void store_staged_rows(u32 from, Element* to, long long stride, int rows) {
-    constexpr int VECTORS = DIM / 8;
-#pragma unroll 1
-    for (int i = threadIdx.x % WARP; i < rows * VECTORS; i += WARP) {
-        const int row = i / VECTORS, vector = i % VECTORS;
-        const u32 at = from + vector / 8 * CHUNK_BYTES + row * ROW_BYTES + ((vector % 8 ^ row % 8) << 4);
-        *reinterpret_cast<int4*>(to + row * stride + vector * 8) = load_shared_int4(at);
-    }
-}
-
 template <int NUMBER>
 struct Consumer {
     const Params& p;
@@ -127,7 +114,6 @@ struct Consumer {
     __device__ __forceinline__ void begin_steps(KeyOperand<QUARTERS>& keys) {
         mbarrier_wait(SMEM(k_full), full_tiles % 2);
         mbarrier_wait(SMEM(v_full), full_tiles % 2);
-        zero_out_of_bounds_keys();
         keys.load_registers(SMEM(ds) + (steps_done + full_tiles + NUMBER) % DS_STAGES * DS_BYTES, warp, lane);
         for (int i = 0; i < DS_STAGES; ++i) arrive_both(SMEM(ds_empty), i);
         row_block_before = -1;
@@ -182,33 +168,23 @@ struct Consumer {
         if (lane == 0) bulk_wait_read();
         __syncwarp();
     }
-    // By TMA: a warp's rows, whose copies run under the next tile. A tensor map does not end with a packed sequence:
-    // where that ends in a warp's rows, the warp stores them itself.
+    // By TMA: a warp's rows, whose copies run under the next tile.
     template <int DIM>
-    __device__ __forceinline__ void store_by_tma(const float (&d)[DIM / 2], const TensorMap& map, void* out,
-                                                 long long stride, long long head, float factor) const {
+    __device__ __forceinline__ void store_by_tma(const float (&d)[DIM / 2], const TensorMap& map,
+                                                 float factor) const {
         const u32 to = SMEM(ds) + DS_STAGES * DS_BYTES +
                        (NUMBER ? 4 * V_CHUNKS + warp * QK_CHUNKS : warp * V_CHUNKS) * STAGED_CHUNK;
         wait_for_staged();
         stage_accumulator<DIM>(d, to, STAGED_CHUNK, factor);
         fence_proxy_async();
         __syncwarp();
-        int row = keys_record(base, tiles).first + warp * 16;
-        const OwnerRecord owner = owner_record(base, tiles);
-        if constexpr (cfg::VARLEN) {
-            const int rows = keys_record(base, tiles).length - row;
-            row += owner.k_first;
-            if (rows < 16) {
-                Element* const first = static_cast<Element*>(out) + row * stride + owner.kv_head * head;
-                store_staged_rows<DIM, STAGED_CHUNK>(to, first, stride, rows);
-                __syncwarp();
-                return;
-            }
-        }
         if (lane != 0) return;
+        const KeysRecord keys = keys_record(base, tiles);
+        const OwnerRecord owner = owner_record(base, tiles);
 #pragma unroll
         for (int i = 0; i < DIM; i += CHUNK_COLUMNS)
-            tma_store(map, to + i / CHUNK_COLUMNS * STAGED_CHUNK, i, row, owner.kv_head, owner.tensor_batch);
+            store_rows<PACKED_ROWS>(map, to + i / CHUNK_COLUMNS * STAGED_CHUNK, i, keys.first + warp * 16,
+                                    owner.kv_head, key_rows(keys, owner));
         bulk_commit();
     }
     template <int DIM>
@@ -219,35 +195,5 @@ struct Consumer {
         Element* const out = static_cast<Element*>(to) + owner.tensor_batch * batch +
                              static_cast<long long>(owner.k_first + keys.first) * row + owner.kv_head * head;
         store_accumulator<DIM>(d, out, row, keys.length - keys.first, factor);
-    }
-
-    // ---- out-of-bounds rows of packed sequences become zeros
-
-    template <int CHUNKS>
-    __device__ __forceinline__ void zero_out_of_bounds_queries(u32 tile, const StepRecord& step) {
-        if constexpr (cfg::VARLEN) {
-            if (!(step.flags & PAST_END)) return;
-            const int rows = keys_record(base, tiles).queries - step.first;
-            // The other warpgroup writes the same zeros if it reads the tile, or waits for this one.
-            zero_rows<CHUNKS, BLOCK_M>(tile, rows, threadIdx.x % WARPGROUP, WARPGROUP);
-            fence_proxy_async();
-            named_barrier_sync(WARPGROUP_BARRIER + NUMBER, WARPGROUP);
-        }
-    }
-    __device__ __forceinline__ void zero_out_of_bounds_keys() {
-        if constexpr (cfg::VARLEN) {
-            const KeysRecord keys = keys_record(base, tiles);
-            const int own = max(0, keys.length - keys.first), rows = keys.length - keys.first + rank * KEYS;
-            if (rows >= cfg::BLOCK_N) return;
-            const int thread = threadIdx.x - WARPGROUP, threads = CONSUMERS * WARPGROUP;
-            zero_rows<2, cfg::BLOCK_N>(SMEM(k), rows, thread, threads);
-            if (own < KEYS) {
-                zero_rows<2, KEYS>(SMEM(v), own, thread, threads);
-                zero_rows<2, KEYS>(SMEM(ds), own, thread, threads);
-                zero_rows<2, KEYS>(SMEM(ds) + DS_BYTES, own, thread, threads);
-            }
-            fence_proxy_async();
-            named_barrier_sync(CONSUMERS_BARRIER, threads);
-        }
     }
 };

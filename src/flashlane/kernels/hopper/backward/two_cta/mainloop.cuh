@@ -32,12 +32,10 @@ struct DvConsumer : Consumer<0> {
                 const u32 q = q_tile(), dout = do_tile();
                 wait_q();
                 const StepRecord step = record_at<StepRecord>(SMEM(q_step) + STEP_RECORD_BYTES * q_state().index);
-                zero_out_of_bounds_queries<QK_CHUNKS>(q, step);
                 k.gemm(s, SMEM(k) + rank * KEYS_CHUNK, CTAS * KEYS_CHUNK, q, rank);         // gemm_qk
                 wgmma_wait<0>(s);
                 make_probabilities(s, probabilities, step);  // its arrival lets the other consumer release Q and LSE
                 wait_do();
-                zero_out_of_bounds_queries<V_CHUNKS>(dout, step);
                 gemm_dq();
                 gemm_rs<HEAD_DIM_V, BLOCK_M>(dv, probabilities, dout);                      // gemm_dv
                 wgmma_wait<1>(dq);
@@ -50,7 +48,7 @@ struct DvConsumer : Consumer<0> {
         }
         if (!combine_splits<HEAD_DIM_V>(dv)) return;
         if constexpr (cfg::TMA_STORES) {
-            store_by_tma<HEAD_DIM_V>(dv, p.dv_map, p.dv, p.dv_row, p.dv_head, 1.f);
+            store_by_tma<HEAD_DIM_V>(dv, p.dv_map, 1.f);
         } else {
             store_keys_gradient<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
         }
@@ -74,7 +72,7 @@ struct DvConsumer : Consumer<0> {
             for (int i = 0; i < BLOCK_M / 2; ++i) s[i] = Score::scaled(p.score, s[i]);
             inverse = Score::inverse_cap(p.score);
         }
-        if (step.flags & MASKED) {
+        if (step.masked) {
             const ScorePosition at = position(step);
             mask_scores_transposed(s, at.mask, at.key, at.query);
         }
@@ -133,7 +131,6 @@ struct DkConsumer : Consumer<1> {
                 const u32 q = q_tile(), dout = do_tile();
                 wait_do();
                 const StepRecord step = record_at<StepRecord>(SMEM(do_step) + STEP_RECORD_BYTES * do_state().index);
-                zero_out_of_bounds_queries<V_CHUNKS>(dout, step);
                 v.gemm(dp, SMEM(v), KEYS_CHUNK, dout, rank);                                // gemm_dp
                 load_probabilities(ds);
                 wgmma_wait<0>(dp);
@@ -152,7 +149,7 @@ struct DkConsumer : Consumer<1> {
         }
         if (!combine_splits<HEAD_DIM>(dk)) return;
         if constexpr (cfg::TMA_STORES) {
-            store_by_tma<HEAD_DIM>(dk, p.dk_map, p.dk, p.dk_row, p.dk_head, p.scale);
+            store_by_tma<HEAD_DIM>(dk, p.dk_map, p.scale);
         } else {
             store_keys_gradient<HEAD_DIM>(dk, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
         }

@@ -118,17 +118,15 @@ struct RowsProducer {
         const u32 barrier = barrier_of(full, state.index);
         mbarrier_wait(barrier_of(empty, state.index), state.phase ^ 1);
         const KeysRecord keys = keys_record(base, tile);
-        int flags = keys_mask(p, keys).needs_mask(keys.first, KEYS, first, BLOCK_M) ? MASKED : 0;
-        if (cfg::VARLEN && keys.queries < first + BLOCK_M) flags |= PAST_END;
-        store_shared(record_to + STEP_RECORD_BYTES * state.index, make_uint4(first, head, row_block, flags));
+        const int masked = keys_mask(p, keys).needs_mask(keys.first, KEYS, first, BLOCK_M);
+        store_shared(record_to + STEP_RECORD_BYTES * state.index, make_uint4(first, head, row_block, masked));
         mbarrier_expect_tx_before_copies(barrier, BYTES + STAT_BYTES);
         const u32 to = tiles_to + state.index * BYTES + rank * (HALF_ROWS * ROW_BYTES);
-        const int row = steps_record(base, tile).q_first + first + rank * HALF_ROWS,
-                  batch = owner_record(base, tile).tensor_batch;
+        const SequenceRows rows{steps_record(base, tile).q_first, keys.queries, owner_record(base, tile).tensor_batch};
 #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk)
-            tma_load_multicast(to + chunk * ROWS_CHUNK, map, barrier, chunk * CHUNK_COLUMNS, row, head, batch,
-                               (1 << CTAS) - 1);
+            load_rows_multicast<PACKED_ROWS>(to + chunk * ROWS_CHUNK, map, barrier, chunk * CHUNK_COLUMNS,
+                                             first + rank * HALF_ROWS, head, rows, (1 << CTAS) - 1);
         bulk_load(stats_to + state.index * STAT_BYTES, statistics + static_cast<long long>(row_block) * BLOCK_M,
                   STAT_BYTES, barrier);
         mbarrier_arrive_after_copies(barrier);
@@ -180,27 +178,28 @@ struct KeysProducer {
     }
     __device__ __forceinline__ void load(u32 tile) const {
         const OwnerRecord owner = owner_record(base, tile);
-        const int own_row = owner.k_first + keys_record(base, tile).first, row = own_row - rank * KEYS;
-        const int head = owner.kv_head, batch = owner.tensor_batch;
+        const KeysRecord keys = keys_record(base, tile);
+        const SequenceRows rows = key_rows(keys, owner);
+        const int own_row = keys.first, row = own_row - rank * KEYS, head = owner.kv_head;
         const u32 k_full = SMEM(k_full), v_full = SMEM(v_full);
         mbarrier_wait(SMEM(kv_empty), full_tiles % 2 ^ 1);
         wait_stage(ds_count);
         mbarrier_arrive_expect_tx(k_full, K_BYTES + IN_REGISTERS_BYTES);
         for (int i = 0; i < CTAS; ++i)
             load_half<KQuarters>(SMEM(k) + i * KEYS_CHUNK, CTAS * KEYS_CHUNK, p.k, k_full, rank, row + i * KEYS, head,
-                                 batch);
-        load_half<KQuarters>(ds_stage(ds_count), KEYS_CHUNK, p.k, k_full, 1 - rank, own_row, head, batch);
+                                 rows);
+        load_half<KQuarters>(ds_stage(ds_count), KEYS_CHUNK, p.k, k_full, 1 - rank, own_row, head, rows);
         wait_stage(ds_count + 1);
         mbarrier_arrive_expect_tx(v_full, V_BYTES + IN_REGISTERS_BYTES);
-        load_half<VQuarters>(SMEM(v), KEYS_CHUNK, p.v, v_full, rank, own_row, head, batch);
-        load_half<VQuarters>(ds_stage(ds_count + 1), KEYS_CHUNK, p.v, v_full, 1 - rank, own_row, head, batch);
+        load_half<VQuarters>(SMEM(v), KEYS_CHUNK, p.v, v_full, rank, own_row, head, rows);
+        load_half<VQuarters>(ds_stage(ds_count + 1), KEYS_CHUNK, p.v, v_full, 1 - rank, own_row, head, rows);
     }
     // Half of the columns of 64 keys: its two quarters, as chunks `stride` bytes apart.
     template <typename QUARTERS>
     static __device__ __forceinline__ void load_half(u32 to, u32 stride, const TensorMap& map, u32 barrier, int half,
-                                                     int row, int head, int batch) {
+                                                     int row, int head, const SequenceRows& of) {
         for (int i = 0; i < 2; ++i)
-            tma_load(to + i * stride, map, barrier, QUARTERS::column(half, i), row, head, batch);
+            load_rows<PACKED_ROWS>(to + i * stride, map, barrier, QUARTERS::column(half, i), row, head, of);
     }
     __device__ __forceinline__ u32 ds_stage(u32 count) const { return SMEM(ds) + count % DS_STAGES * DS_BYTES; }
     // Waits until a stage of dS is free for K or V of a tile, which use it before the tile's dS does.

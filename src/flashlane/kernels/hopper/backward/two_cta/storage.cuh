@@ -63,10 +63,9 @@ struct TileRecordOf<true> {
     SplitRecord split;
 };
 using TileRecord = TileRecordOf<cfg::SPLIT_Q>;
-enum StepFlags { MASKED = 1, PAST_END = 2 };              // some pair is hidden; a packed sequence ends in the step
 struct StepRecord {
     int first, head, row_block;                           // first query of the m-block; where its statistics are
-    int flags;                                            // StepFlags
+    int masked;                                           // whether some pair is hidden
 };
 
 struct SharedStorage {
@@ -83,7 +82,7 @@ struct SharedStorage {
     u64 p_full[DS_STAGES], ds_full[DS_STAGES], ds_empty[DS_STAGES];
 };
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
-enum { WARPGROUP_BARRIER = 1, CONSUMERS_BARRIER = 3 };    // named barriers: one each consumer, and of both
+enum { WARPGROUP_BARRIER = 1 };                           // named barriers: one each consumer
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
@@ -114,6 +113,9 @@ __device__ __forceinline__ StepsRecord steps_record(u32 base, u32 tile) {
 __device__ __forceinline__ SplitRecord split_record(u32 base, u32 tile) {
     const int4 x = load_shared_int4(tile_record(base, tile) + SPLIT_RECORD);
     return {x.x, x.y};
+}
+__device__ __forceinline__ SequenceRows key_rows(const KeysRecord& keys, const OwnerRecord& owner) {
+    return {owner.k_first, keys.length, owner.tensor_batch};
 }
 __device__ __forceinline__ TileMask keys_mask(const Params& p, const KeysRecord& keys) {
     return {keys.length, keys.shift, p.window_left, p.window_right};
