@@ -315,6 +315,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 OURS = ("out", "lse", "tiles_taken", "partial_out", "partial_lse", "semaphores", "statistics", "arrivals")
 """Pointers to what a call allocates, in structures within the parameters."""
+STORED = ("dk_map", "dv_map")
+"""Maps of what a call allocates."""
 
 
 def bare(params: ctypes.Structure, copied: tuple[str, ...] = (), top: bool = True) -> ctypes.Structure:
@@ -326,7 +328,8 @@ def bare(params: ctypes.Structure, copied: tuple[str, ...] = (), top: bool = Tru
         if issubclass(kind, ctypes.Structure):
             bare(getattr(copy, name), copied, top=False)
         elif issubclass(kind, ctypes.Array):
-            ctypes.memset(place + WORD, 0, size - WORD)
+            kept = 0 if name in STORED else WORD  # the address
+            ctypes.memset(place + kept, 0, size - kept)
         elif kind is ctypes.c_void_p and (name in OURS or name in copied or _holds_pointers(copy)):
             value = 1 if getattr(copy, name) else 0
             setattr(copy, name, value)
