@@ -259,7 +259,7 @@ def test_what_was_right_once_does_not_hide_what_is_wrong() -> None:
         (Inputs(q, q.to("meta"), q), ValueError),
         (Inputs(q, q, q.numpy()), TypeError),
         (Inputs(q.int(), q.int(), q.int()), TypeError),
-        (Inputs(q.to_sparse(), q[0], q), ValueError),
+        (Inputs(q.to_sparse(), q[0], q), TypeError),
     ):
         for _ in range(2):
             with pytest.raises(error):

@@ -236,6 +236,46 @@ def test_blocks_are_full_or_empty_only_where_all_pairs_are(name: str) -> None:
     assert torch.equal(states == blocks.HIDDEN, ~wanted.any(5).any(3))
 
 
+FAR = {
+    "causal": masks.causal(2**31 - 1),
+    "nothing": masks.causal(-(2**40)),
+    "window": masks.sliding_window(2**31 - 1, 2**31 - 1),
+    "left": masks.sliding_window(2**63 - 1),
+    "chunks": masks.chunks(2**31),
+    "prefix": masks.prefix_lm(2**31),
+    "first": masks.sliding_window(1, 0, 2**40),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_numbers_that_no_sequence_reaches_do_not_wrap(name: str) -> None:
+    mask, at = FAR[name], torch.arange(40)
+    wanted = mask.function(0, 0, at[:, None], at[None]).expand(40, 40)
+    found = flashlane.create_block_mask(mask, 1, 1, 40, 40, "cpu", BLOCK_SIZE=8)
+    seen = torch_flex.create_mask(found.mask_mod, 1, 1, 40, 40, "cpu")[0, 0]
+    assert torch.equal(seen, wanted) and (name == "nothing") == (not wanted.any())
+    assert torch.equal(blocks.states(found)[0, 0] == blocks.HIDDEN, ~wanted.view(5, 8, 5, 8).any(3).any(1))
+
+
+def test_masks_of_so_many_tokens_are_their_functions_at_other_lengths() -> None:
+    """``block_diffusion`` has a meaning at any length; documents and trees have at most their own."""
+    documents, tree = masks.documents(torch.tensor([0, 3, 6])), masks.prefix_tree([-1, 0, 0], [2, 2, 2])
+    for mask, n in ((masks.block_diffusion(4, 2), 10), (masks.block_diffusion(4, 2), 6), (documents, 4), (tree, 5)):
+        found = flashlane.create_block_mask(mask, 1, 1, n, n, "cpu", BLOCK_SIZE=2)
+        same_lists(found, torch_flex.create_block_mask(mask.function, 1, 1, n, n, "cpu", BLOCK_SIZE=2))
+    for mask in (masks.documents(torch.tensor([0, 3, 6])), masks.block_causal_documents(torch.tensor([0, 3, 6]), 2),
+                 masks.prefix_tree([-1, 0, 0], [2, 2, 2])):  # fmt: skip
+        for lengths in ((9, 6), (6, 9)):
+            with pytest.raises(ValueError, match="is of 6 tokens"):
+                flashlane.create_block_mask(mask, 1, 1, *lengths, "cpu")
+
+
+def test_named_masks_of_no_tokens_have_no_blocks() -> None:
+    for lengths in ((0, 6), (6, 0), (0, 0)):
+        found = flashlane.create_block_mask(masks.causal(), 1, 1, *lengths, "cpu", BLOCK_SIZE=2)
+        assert not found.kv_num_blocks.any() and found.seq_lengths == lengths
+
+
 def test_lists_of_batches_and_heads_that_do_not_matter_are_views() -> None:
     mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv + h, 4, 3, 300, 300, "cpu")
     narrow = blocks.narrowed(mask)

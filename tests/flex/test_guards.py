@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from flashlane.core.tensor_guard import tensor_guard
 from flashlane.flex.fingerprint import fingerprint
 from flashlane.flex.guards import function_guard
 
@@ -175,30 +174,6 @@ def test_a_guard_keeps_no_tensor() -> None:
     del tensor
     gc.collect()
     assert gone() is None and guard is not None
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        torch.zeros(3), torch.zeros(2, dtype=torch.float64), torch.zeros(4)[::2], torch.zeros(2, requires_grad=True),
-        torch.nn.Parameter(torch.zeros(2), requires_grad=False), torch.zeros(1, 2),
-    ],
-    ids=["shape", "dtype", "strides", "gradient", "type", "dimensions"],
-)  # fmt: skip
-def test_tensors_that_are_unlike(other: torch.Tensor) -> None:
-    first = torch.ones(2)
-    guard = tensor_guard(first)
-    assert guard(torch.randn(2)) and not guard(other)
-    both = tensor_guard(first, torch.ones(5))
-    assert both(first, torch.zeros(5)) and not both(other, torch.zeros(5)) and not both(torch.zeros(5), first)
-
-
-def test_gradients_must_be_on_as_they_were() -> None:
-    leaf = torch.zeros(2, requires_grad=True)
-    guard = tensor_guard(leaf)
-    assert guard(leaf)
-    with torch.no_grad():
-        assert not guard(leaf)
 
 
 class Scale:

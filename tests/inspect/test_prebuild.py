@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,6 +157,50 @@ def test_bad_input_is_told(invoke: Callable[..., Any], tmp_path: Path, words: tu
     given = [word.format(bad=bad, empty=empty) for word in words]
     done = invoke("prebuild", *given, *(("--arch", "sm_90a") if words else ()))
     assert done.exit_code == 2 and message in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ([], "which holds no JSON object"),
+        ({"text_config": "x"}, "which holds no JSON object"),
+        (LLAMA | {"num_attention_heads": None}, "which has no num_attention_heads"),
+        (LLAMA | {"num_attention_heads": 0}, "whose num_attention_heads is 0; it may be a whole number from 1"),
+        (LLAMA | {"num_attention_heads": "x"}, "whose num_attention_heads is 'x'; it may be a whole number from 1"),
+        (LLAMA | {"num_attention_heads": -4}, "whose num_attention_heads is -4; it may be a whole number from 1"),
+        ({"text_config": LLAMA | {"hidden_size": True}}, "whose hidden_size is True"),
+        (LLAMA | {"hidden_size": 16}, "whose hidden_size is 16; it may be 32, the number of heads, or more"),
+        (LLAMA | {"num_key_value_heads": 5}, "whose num_key_value_heads is 5; it may be a divisor of 32"),
+        (LLAMA | {"head_dim": 0.5}, "whose head_dim is 0.5"),
+        (LLAMA | {"max_position_embeddings": "x"}, "whose max_position_embeddings is 'x'"),
+        (LLAMA | {"sliding_window": -1}, "whose sliding_window is -1; it may be a whole number from 0"),
+        (LLAMA | {"attn_logit_softcapping": -2.0}, "whose attn_logit_softcapping is -2.0; it must be finite"),
+        (LLAMA | {"attn_logit_softcapping": "x"}, "whose attn_logit_softcapping is 'x'; it must be a number"),
+        (LLAMA | {"attn_logit_softcapping": float("nan")}, "whose attn_logit_softcapping is nan"),
+    ],
+)
+def test_a_configuration_that_no_model_has_is_refused(tmp_path: Path, text: Any, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(text))
+    with pytest.raises(ValueError, match=re.escape(f"--model is {str(path)!r}, {message}")):
+        prebuild.read_config(tmp_path)
+
+
+def test_what_a_configuration_leaves_out_or_sets_to_nothing_is_not_refused(tmp_path: Path) -> None:
+    nothing = {"sliding_window": 0, "head_dim": None, "num_key_value_heads": None, "attn_logit_softcapping": None}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA | nothing}))
+    problems = list(prebuild.problems_of_model(prebuild.read_config(tmp_path), "sm_90a", batches=(1,)))
+    assert {(p.kv_heads, p.head_dim, p.window_left) for p in problems} == {(32, 128, -1)}
+
+
+@pytest.mark.parametrize("ptx", [False, True])
+def test_a_file_in_the_place_of_the_folder_is_refused(invoke: Callable[..., Any], tmp_path: Path, ptx: bool) -> None:
+    """Before anything is compiled, and the file stands."""
+    out = tmp_path / "taken"
+    out.write_text("old")
+    done = invoke("prebuild", *SIZES, "--out", out, *["--ptx"] * ptx)
+    assert done.exit_code == 2 and f"--out is {str(out)!r}, where results cannot be written" in done.stderr, done.stderr
+    assert out.read_text() == "old"
 
 
 def test_what_does_not_compile_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

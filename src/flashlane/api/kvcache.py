@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from flashlane.api.rotary import rotate
 from flashlane.core import dispatch
 from flashlane.core.problem import Inputs
-from flashlane.core.validate import axes_of, check_splits, kind_of, window_sides
+from flashlane.core.validate import axes_of, check_flag, check_splits, kind_of, window_sides
 from flashlane.ops import call as ops
 from flashlane.ops import torch_rules
 
@@ -114,8 +114,11 @@ def update_in_torch(update: Update, q_out: torch.Tensor, seqused: torch.Tensor) 
     inside = (rows >= 0) & (rows < update.capacity)
     first = torch.where(inside[:, :1], rows[:, :1], update.capacity - 1)
     rows = torch.where(inside, rows, first)
-    for cache, new in ((update.k_cache, k), (update.v_cache, update.v)):
-        at = _places(update, cache, rows)
+    both = [
+        (cache, new, _places(update, cache, rows)) for cache, new in ((update.k_cache, k), (update.v_cache, update.v))
+    ]
+    _check_places(update, both[0][2][0])
+    for cache, new, at in both:
         kept = torch.where(inside[:, :1, None, None], new[:, :1], cache[at[0][:, :1], at[1][:, :1]])
         cache[at] = torch.where(inside[:, :, None, None], new, kept)
 
@@ -128,6 +131,14 @@ def _places(update: Update, cache: torch.Tensor, rows: torch.Tensor) -> tuple[to
     if update.batch_idx is not None:
         return update.batch_idx.long()[:, None].expand_as(rows), rows
     return torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows), rows
+
+
+def _check_places(update: Update, sequences: torch.Tensor) -> None:
+    """Whether the rows to be written lie in the cache; only where that does not wait for a GPU, or for no value."""
+    most = update.k_cache.shape[0]
+    if type(sequences) is torch.Tensor and sequences.is_cpu and bool(((sequences < 0) | (sequences >= most)).any()):
+        name = "cache_batch_idx" if update.block_table is None else "block_table"
+        raise ValueError(f"{name} has {sequences.unique().tolist()}; it may have 0 to {most - 1}, as k_cache does")
 
 
 def _operator(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,6 +184,7 @@ def attend_cache(
         inputs, k=k_cache, v=v_cache, seqused_k=seqused, leftpad_k=leftpad, batch_idx=batch_idx, block_table=table
     )
     with torch.no_grad(), torch_rules.no_autocast(q):
+        rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
         new = _check_new(inputs, k, v, rotary_cos, rotary_sin, capacity)
         if not new:
             return ops.attend(inputs, kernel=kernel, names=NAMES, **options)
@@ -186,6 +198,8 @@ def _append_and_attend(
     update: Update, inputs: Inputs, kernel: str | None, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if _recorded():
+        if not torch.compiler.is_compiling():  # all but contents is known, and checked before the cache is written
+            dispatch.select(ops.problem_of(inputs, names=NAMES, **options), kernel)
         values = (getattr(update, name) for name in Update.__dataclass_fields__)
         q_out, seqused = torch.ops.flashlane.update_cache(*values)
         q_out = update.q if update.cos is None else q_out
@@ -256,6 +270,13 @@ def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int
             raise ValueError("k is None and rotary_cos is given; k and v must be given to be rotated and appended")
         return False
     q, seqused = inputs.q, inputs.seqused_k
+    for name, t in (("k_cache", inputs.k), ("v_cache", inputs.v)):
+        if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.stride(), strict=True)):
+            raise ValueError(
+                f"{name} is expanded, with strides {t.stride()}; rows that are appended need their own memory"
+            )
+        if not torch.compiler.is_compiling() and t.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(f"{name} was made under torch.inference_mode; outside of it nothing may be appended to it")
     if seqused is None:
         raise ValueError("cache_seqlens is None and k is given; it must say where the new rows go")
     _check_lengths(seqused, q)

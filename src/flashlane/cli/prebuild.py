@@ -60,6 +60,7 @@ def prebuild_command(
     from rich.progress import Progress
 
     from flashlane.bench.measure.grid import parse_dtypes
+    from flashlane.bench.measure.results import check_writable
     from flashlane.bench.present.table import make_console
     from flashlane.inspect import prebuild
     from flashlane.inspect.compile_report import check_arch
@@ -70,6 +71,8 @@ def prebuild_command(
         raise ValueError("--model is given together with sizes or --preset; its configuration has the sizes")
     if ptx and out is None:
         raise ValueError("--ptx is given without --out; --out is the folder that the PTX is written into")
+    if out is not None:
+        check_writable(out)
     if out is not None and not ptx:
         os.environ[cache.DIRECTORY_VARIABLE] = str(out)
     problems: list[AttentionProblem] = []

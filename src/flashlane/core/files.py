@@ -24,18 +24,24 @@ def refusal(error: OSError, message: str) -> ValueError:
 def write_atomically(path: Path, text: str | bytes) -> None:
     """Replace a file by a text in one step; when anything fails the old file stands and no other is left.
 
+    Where the path is a link, the file that it leads to is replaced. What is no file, such as a pipe, is written to.
+
     Raises:
         OSError: it cannot be written; ``filename`` names it.
     """
-    name = ""
+    data, name = text if isinstance(text, bytes) else text.encode(), ""
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+            return
+        folder, file_name = os.path.split(os.path.realpath(path))
+        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{file_name}.", suffix=".tmp")
         with os.fdopen(handle, "wb") as file:
-            file.write(text if isinstance(text, bytes) else text.encode())
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)  # mkstemp gives 0600; a result is for others to read
-        os.replace(name, path)
+        os.replace(name, os.path.join(folder, file_name))
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 1024
 VECTOR_BYTES = 16
 """The bytes of the widest load; its address is a multiple of them."""
+LARGEST_F32 = torch.finfo(torch.float32).max
+"""The largest number that kernels compute with."""
 FARTHEST = 2**31 - 1
 """A side of a window that no sequence is longer than; a larger one counts as this."""
 
@@ -81,6 +83,10 @@ def check_tensors(q: Any, k: Any, v: Any, varlen: bool, paged: bool) -> None:
         rank = len(axes)
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
+        if t.is_nested:
+            raise TypeError(f"{name} is a nested tensor; flash_attn_varlen_func takes packed sequences")
+        if t.layout is not torch.strided:
+            raise TypeError(f"{name} has layout {t.layout}; it must be torch.strided")
         if t.dtype not in DTYPE_NAMES:
             allowed = ", ".join(str(d) for d in DTYPE_NAMES)
             raise TypeError(f"{name} has dtype {t.dtype}; it may be one of {allowed}")
@@ -357,10 +363,15 @@ def check_number(name: str, value: float, low: float = -math.inf, below: float =
         if isinstance(value, str | bytes):  # float() would read one
             raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several, or of a complex number
         raise TypeError(f"{name} is {value!r}; it must be a number") from None
-    if not math.isfinite(number) or number < low or number >= below:
-        bounds = "finite" + (f", at least {low:g}" if low > -math.inf else "")
+    if not abs(number) <= LARGEST_F32 or number < low or number >= below:
+        beyond = LARGEST_F32 < abs(number) < math.inf
+        bounds = ("finite in f32, at most 3.4e38" if beyond else "finite") + (
+            f", at least {low:g}" if low > -math.inf else ""
+        )
         bounds += f" and below {below:g}" if below < math.inf else ""
         raise ValueError(f"{name} is {value!r}; it must be {bounds}")
     return number

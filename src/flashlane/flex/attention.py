@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from flashlane.core.arch import arch_of
+from flashlane.core.validate import check_number, kind_of
 from flashlane.flex import packed, reference, repeats, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.blocks import narrowed
@@ -110,6 +111,18 @@ def attend(
     return (_attend_apart if _compiling() else _attend)(*call, otherwise, False)
 
 
+def _check_kinds(query: Any, key: Any, value: Any, score_mod: Any, kernel_options: Any, return_aux: Any) -> None:
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
+    if not (kernel_options is None or isinstance(kernel_options, dict)):
+        raise TypeError(f"kernel_options is {kind_of(kernel_options)}; it may be a dict or None")
+    if not (return_aux is None or hasattr(return_aux, "max_scores")):
+        raise TypeError(f"return_aux is {return_aux!r}; it may be torch's AuxRequest or None")
+    if not (score_mod is None or callable(score_mod)):
+        raise TypeError(f"score_mod is {kind_of(score_mod)}; it may be a function or None")
+
+
 def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -125,6 +138,7 @@ def _attend(
     torch_elsewhere: bool,
 ) -> Any:
     """:func:`attend`; with ``torch_elsewhere`` torch's function runs the calls of other GPUs."""
+    _check_kinds(query, key, value, score_mod, kernel_options, return_aux)
     backend = (kernel_options or {}).get("BACKEND", "AUTO")
     most = return_aux is not None and return_aux.max_scores
     if backend in ("AUTO", "FLASHLANE") and not most and not (return_lse and return_aux is not None):
@@ -153,7 +167,7 @@ def _attend(
     query, key, value = _autocast(*given)
     check(query, key, value, block_mask, enable_gqa)
     given_mask, given_scale = block_mask, scale
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else check_number("scale", scale)
     mask_mod = None if block_mask is None else block_mask.mask_mod
     score_type = "f64" if query.dtype == torch.float64 else "f32"
     try:

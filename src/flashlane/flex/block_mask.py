@@ -11,6 +11,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
+from flashlane.core.validate import whole_number
 from flashlane.flex import blocks, device_blocks, neighbourhoods, packed, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.bounds import Grid, bounds
@@ -69,13 +70,19 @@ def create_block_mask(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-    if len(size) != 2 or min(size) < 1:
+    size = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+    size = tuple(map(whole_number, size))
+    if len(size) != 2 or any(type(number) is not int or number < 1 for number in size):
         raise ValueError(
             f"BLOCK_SIZE is {BLOCK_SIZE}; it may be a positive number, or one for queries and one for keys"
         )
+    B, H, Q_LEN, KV_LEN = map(whole_number, (B, H, Q_LEN, KV_LEN))
     for name, number in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
-        if number is not None and number < 0:
+        if number is None and name in ("B", "H"):
+            continue
+        if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+            raise TypeError(f"{name} is {number!r}; it must be a whole number")
+        if number < 0:
             raise ValueError(f"{name} is {number}; it may be 0 or more")
     if _compile:
         warnings.warn("_compile=True changes nothing: flashlane's create_block_mask needs no compiler", stacklevel=2)

@@ -21,6 +21,8 @@ from flashlane.flex.windows import Window
 MOST_INTERVALS = 4
 """The largest number of intervals of a row; a mask that needs more is treated as any other function."""
 
+FARTHEST = 1 << 30
+"""A number that no sequence is longer than; a larger one counts as this, so that sums with it fit 32 bits."""
 Sides = list[tuple[torch.Tensor, torch.Tensor]]
 Bounds = Callable[[torch.Tensor, int], Sides]
 """From query indices ``(queries,)`` and the number of keys to the starts and ends of each interval, of that shape or
@@ -43,12 +45,28 @@ class Mask:
     """The neighbourhood, where the mask is one."""
     bounds_of_keys: bool = False
     """Whether ``bounds`` gives the intervals of queries that see each key."""
+    tokens: int = 0
+    """The number of queries and of keys for which ``bounds`` holds; 0: any."""
+    reads_tokens: bool = False
+    """Whether the function reads something of each of these tokens, so that there may not be more."""
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(b, h, q_idx, kv_idx)
 
     def intervals(self, queries: int, keys: int, device: torch.device) -> Intervals | None:
-        """The intervals of the rows, or of the columns, on a device; None where these are not a few intervals."""
+        """The intervals of the rows, or of the columns, on a device; None where these are not a few intervals.
+
+        Raises:
+            ValueError: there are more queries or keys than the mask knows of.
+        """
+        if self.reads_tokens and max(queries, keys) > self.tokens:
+            raise ValueError(
+                f"Q_LEN is {queries} and KV_LEN {keys}; the mask {self.name} is of {self.tokens} tokens, and no more"
+            )
+        if self.tokens and (queries, keys) != (self.tokens, self.tokens):
+            return None
+        if not queries or not keys:
+            return None
         if self.bounds is None or (self.neighbourhood and not self.neighbourhood.holds_for(queries, keys)):
             return None
         length, other = (keys, queries) if self.bounds_of_keys else (queries, keys)
@@ -62,6 +80,9 @@ class Mask:
 
 def causal(offset: int = 0) -> Mask:
     """Key j is visible to query i where ``j <= i + offset``."""
+
+    _check(least=None, offset=offset)
+    offset = max(-FARTHEST, min(offset, FARTHEST))
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return q + offset >= kv
@@ -79,6 +100,7 @@ def sliding_window(left: int, right: int = 0, first: int = 0) -> Mask:
         ValueError: a number is negative or not an integer.
     """
     _check(left=left, right=right, first=first)
+    left, right, first = (min(number, FARTHEST) for number in (left, right, first))
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q - kv <= left) & (kv - q <= right)
@@ -131,7 +153,8 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
         return [(offsets.index_select(0, own), q + 1 if causal else offsets[1:].index_select(0, own))]
 
     name, function = ("causal-documents", visible_before) if causal else ("documents", visible)
-    return Mask(name, function, bounds, documents=document_set)
+    tokens = document_set.tokens
+    return Mask(name, function, bounds, documents=document_set, tokens=tokens, reads_tokens=True)
 
 
 def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
@@ -150,7 +173,7 @@ def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
         end = start + ((q - start) // block + 1) * block
         return [(start, end.minimum(offsets[1:].index_select(0, own)))]
 
-    return Mask("block-causal-documents", visible, bounds)
+    return Mask("block-causal-documents", visible, bounds, tokens=found.tokens, reads_tokens=True)
 
 
 def prefix_lm(prefix: int | torch.Tensor) -> Mask:
@@ -168,6 +191,7 @@ def prefix_lm(prefix: int | torch.Tensor) -> Mask:
 
     else:
         _check(prefix=prefix)
+        prefix = min(prefix, FARTHEST)
 
         def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
             return (kv < prefix) | (q >= kv)
@@ -185,6 +209,7 @@ def prefix_lm(prefix: int | torch.Tensor) -> Mask:
 def chunks(size: int, causal: bool = False) -> Mask:
     """A token sees its own chunk of ``size`` tokens, with ``causal`` up to itself."""
     _check(least=1, size=size)
+    size = min(size, FARTHEST)
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return q // size == kv // size
@@ -236,7 +261,7 @@ def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "c
     def bounds(kv: torch.Tensor, queries: int) -> Sides:
         return [(kv, stop.clamp_max(queries))]
 
-    return Mask("prefix-tree", visible, bounds, bounds_of_keys=True)
+    return Mask("prefix-tree", visible, bounds, bounds_of_keys=True, tokens=len(stops), reads_tokens=True)
 
 
 def block_diffusion(length: int, block: int) -> Mask:
@@ -246,6 +271,9 @@ def block_diffusion(length: int, block: int) -> Mask:
     clean block and those before it.
     """
     _check(least=1, length=length, block=block)
+    block = min(block, FARTHEST)
+    if length > FARTHEST // 2:
+        raise ValueError(f"length is {length}; it may be at most {FARTHEST // 2}")
 
     def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
         q_clean, kv_clean = q >= length, kv >= length
@@ -262,7 +290,7 @@ def block_diffusion(length: int, block: int) -> Mask:
         end = length + torch.where(clean, at + 1, at) * block
         return [noised, (torch.full_like(q, length), end.clamp_max(2 * length))]
 
-    return Mask("block-diffusion", visible, bounds)
+    return Mask("block-diffusion", visible, bounds, tokens=2 * length)
 
 
 def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
@@ -298,7 +326,7 @@ def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
     return Mask(f"neighbourhood-{len(shape)}d", visible, bounds if few else None, neighbourhood=geometry)
 
 
-def _check(least: int = 0, **numbers: int) -> None:
+def _check(least: int | None = 0, **numbers: int) -> None:
     for name, number in numbers.items():
-        if not isinstance(number, int) or number < least:
-            raise ValueError(f"{name} is {number!r}; it may be a whole number from {least}")
+        if not isinstance(number, int) or (least is not None and number < least):
+            raise ValueError(f"{name} is {number!r}; it may be a whole number{f' from {least}' * (least is not None)}")

@@ -31,6 +31,11 @@ from flashlane.kernels.hopper.flex.problem import MAX_HEAD_DIM
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Lengths at which a model's kernels are looked up."""
 BATCHES = (1, 4, 16)
+LEAST = {
+    "hidden_size": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1, "max_position_embeddings": 1,
+    "sliding_window": 0,
+}  # fmt: skip
+"""The whole numbers of a model's configuration that are read here, with the least that each may be."""
 MODEL_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -144,19 +149,35 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not JSON, or lacks the sizes of attention.
+        ValueError: it is not JSON, or lacks the sizes of attention, or has sizes that no model can have.
     """
     path = path / "config.json" if path.is_dir() else path
+    given = f"--model is {str(path)!r}"
     if not path.is_file():
-        raise FileNotFoundError(f"--model is {str(path)!r}, which is not there; it may be a config.json or its folder")
+        raise FileNotFoundError(f"{given}, which is not there; it may be a config.json or its folder")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"--model is {str(path)!r}, which is not valid JSON: {error}") from None
-    config = config.get("text_config") or config
-    missing = {"num_attention_heads", "hidden_size"} - config.keys()
+        raise ValueError(f"{given}, which is not valid JSON: {error}") from None
+    config = config.get("text_config") or config if isinstance(config, dict) else config
+    if not isinstance(config, dict):
+        raise ValueError(f"{given}, which holds no JSON object")
+    missing = [name for name in ("hidden_size", "num_attention_heads") if config.get(name) is None]
     if missing:
-        raise ValueError(f"--model is {str(path)!r}, which has no {' and no '.join(sorted(missing))}")
+        raise ValueError(f"{given}, which has no {' and no '.join(missing)}")
+    for name, least in LEAST.items():
+        value = config.get(name)
+        if value is not None and (type(value) is not int or value < least):
+            raise ValueError(f"{given}, whose {name} is {value!r}; it may be a whole number from {least}")
+    size, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config.get("num_key_value_heads")
+    if kv_heads and heads % kv_heads:
+        raise ValueError(f"{given}, whose num_key_value_heads is {kv_heads}; it may be a divisor of {heads}")
+    if not config.get("head_dim") and size < heads:
+        raise ValueError(f"{given}, whose hidden_size is {size}; it may be {heads}, the number of heads, or more")
+    try:
+        modifiers_of(config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{given}, whose {error}") from None
     return config
 
 

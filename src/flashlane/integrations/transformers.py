@@ -19,6 +19,7 @@ import torch
 
 from flashlane.core import registry
 from flashlane.core.problem import Inputs, wants_grad
+from flashlane.core.validate import check_number
 from flashlane.integrations import transformers_padding as padded
 from flashlane.ops import call as ops
 
@@ -63,8 +64,13 @@ def register_transformers(name: str = NAME, kernel: str | None = None) -> str:
 
 
 def modifiers_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The score modifiers of a model's layers, as fields of ``AttentionProblem``, from its ``config.json``."""
-    cap = float(config.get("attn_logit_softcapping") or 0.0)
+    """The score modifiers of a model's layers, as fields of ``AttentionProblem``, from its ``config.json``.
+
+    Raises:
+        TypeError, ValueError: one is no number, or not one that it may be.
+    """
+    name = "attn_logit_softcapping"
+    cap = check_number(name, config.get(name) or 0.0, 0.0)
     return {"softcap": cap, "sinks": config.get("model_type") in WITH_SINKS}
 
 
