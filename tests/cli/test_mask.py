@@ -88,3 +88,14 @@ WRONG = {
 def test_wrong_arguments_are_named(message: str) -> None:
     rc, said = run(*WRONG[message])
     assert rc == 2 and message in " ".join(said.split()), said
+
+
+def test_want_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def facts(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2441409375000 bytes.")
+
+    monkeypatch.setattr("flashlane.inspect.mask_view.facts", facts)
+    rc, said = run("causal", "--N", "1000000")
+    assert rc == 2 and "--N is 1000000; there is no memory for the states of 7813 x 7813 blocks" in " ".join(
+        said.split()
+    )

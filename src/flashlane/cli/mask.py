@@ -92,7 +92,16 @@ def mask_command(
     from flashlane.core.files import write_named
     from flashlane.inspect import mask_view
 
-    facts = mask_view.facts(mask, tokens, block_size)
+    try:
+        facts = mask_view.facts(mask, tokens, block_size)
+    except RuntimeError as error:  # torch's allocator has no error of its own on a CPU
+        if "alloc" not in str(error):
+            raise
+        blocks = -(-tokens // block_size)
+        raise ValueError(
+            f"--N is {tokens}; there is no memory for the states of {blocks} x {blocks} blocks, of which a larger "
+            f"--block-size makes fewer"
+        ) from None
     if png is not None:
         mask_view.save_png([(f"{name}, {tokens} tokens", mask, tokens)], png, block_size)
     if json_ is not None:

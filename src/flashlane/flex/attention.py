@@ -73,8 +73,8 @@ def flex_attention(
         ``(output, AuxOutput)`` with ``return_aux``.
 
     Raises:
-        NotImplementedError: a function does what programs do not, no kernel here runs the call, or a tensor is nested;
-            the message names it and the choices.
+        NotImplementedError: a function does what programs do not, no kernel here runs the call, a tensor is nested, or
+            a transform of torch.func is at work; the message names it and the choices.
         ValueError: shapes, lengths or options do not fit together.
         TypeError: ``block_mask`` is no BlockMask, or a function does not return a scalar tensor.
         RuntimeError: ``block_mask`` was sliced and has no mask function since.
@@ -171,6 +171,11 @@ def _attend(
     mask_mod = None if block_mask is None else block_mask.mask_mod
     score_type = "f64" if query.dtype == torch.float64 else "f32"
     try:
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "flex_attention is called under a transform of torch.func (vmap, grad, vjp, jvp), which it has no rule "
+                "for; torch.autograd differentiates it, and flash_attn_func and scaled_dot_product_attention have rules"
+            )
         program, arguments = bind(score_mod, mask_mod, query.device, score_type)
         if block_mask is not None and block_mask.BLOCK_SIZE[0] >= WHOLE and program.mask is None:
             block_mask = None  # torch made this mask of one block, in which every pair is visible

@@ -6,13 +6,15 @@ so torch's own FlexAttention takes it as well.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ParamSpec
 
 import torch
 
+from flashlane.core.validate import kind_of
 from flashlane.flex.intervals import Intervals
 from flashlane.flex.neighbourhoods import Neighbourhood
 from flashlane.flex.packed import Documents
@@ -49,6 +51,13 @@ class Mask:
     """The number of queries and of keys for which ``bounds`` holds; 0: any."""
     reads_tokens: bool = False
     """Whether the function reads something of each of these tokens, so that there may not be more."""
+    made_by: tuple[str, tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
+    """The function of this module that made it, and its arguments, of which a copy in another process is made."""
+
+    def __reduce__(self) -> Any:
+        if self.made_by is None:
+            return super().__reduce__()
+        return _made, self.made_by
 
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(b, h, q_idx, kv_idx)
@@ -78,6 +87,25 @@ class Mask:
         return Intervals(starts, ends, of_keys=self.bounds_of_keys)
 
 
+P = ParamSpec("P")
+
+
+def _named(make: Callable[P, Mask]) -> Callable[P, Mask]:
+    """A function whose masks can be pickled, which functions that close over values cannot be."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Mask:
+        return replace(make(*args, **kwargs), made_by=(make.__name__, args, kwargs))
+
+    return made
+
+
+def _made(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mask:
+    """The mask that a function of this module makes."""
+    return globals()[name](*args, **kwargs)
+
+
+@_named
 def causal(offset: int = 0) -> Mask:
     """Key j is visible to query i where ``j <= i + offset``."""
 
@@ -93,6 +121,7 @@ def causal(offset: int = 0) -> Mask:
     return Mask("causal", visible, bounds, (-1, offset) if offset >= 0 else None)
 
 
+@_named
 def sliding_window(left: int, right: int = 0, first: int = 0) -> Mask:
     """Key j is visible to query i where ``i - left <= j <= i + right``, or where ``j < first`` and ``j <= i + right``.
 
@@ -118,6 +147,8 @@ def sliding_window(left: int, right: int = 0, first: int = 0) -> Mask:
 
 def _documents_of(offsets: torch.Tensor, causal: bool = False) -> tuple[Documents, torch.Tensor]:
     """Packed documents, and the document of each token, i32."""
+    if not isinstance(offsets, torch.Tensor):
+        raise TypeError(f"offsets is {kind_of(offsets)}; it must be a torch.Tensor of int32 or int64 (documents + 1)")
     if offsets.ndim != 1 or offsets.numel() < 2 or offsets.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"offsets is {offsets.dtype} {tuple(offsets.shape)}; it must be int32 or int64 (documents + 1), from 0 to "
@@ -128,6 +159,7 @@ def _documents_of(offsets: torch.Tensor, causal: bool = False) -> tuple[Document
     return found, torch.repeat_interleave(ids, found.offsets.diff(), output_size=found.tokens)
 
 
+@_named
 def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
     """Packed documents: a token sees its own document, with ``causal`` up to itself.
 
@@ -137,6 +169,7 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
         causal: hide later tokens.
 
     Raises:
+        TypeError: ``offsets`` is no tensor.
         ValueError: ``offsets`` has another shape or type, does not begin with 0, or descends.
     """
     document_set, ids = _documents_of(offsets, causal)
@@ -157,6 +190,7 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
     return Mask(name, function, bounds, documents=document_set, tokens=tokens, reads_tokens=True)
 
 
+@_named
 def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
     """Packed documents of blocks of tokens: a token sees its own block and all earlier ones of its document."""
     _check(least=1, block=block)
@@ -176,6 +210,7 @@ def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
     return Mask("block-causal-documents", visible, bounds, tokens=found.tokens, reads_tokens=True)
 
 
+@_named
 def prefix_lm(prefix: int | torch.Tensor) -> Mask:
     """Every token sees the first ``prefix`` keys (a number, or integers ``(B,)``) and all tokens up to itself.
 
@@ -206,6 +241,7 @@ def prefix_lm(prefix: int | torch.Tensor) -> Mask:
     return Mask("prefix-lm", visible, bounds)
 
 
+@_named
 def chunks(size: int, causal: bool = False) -> Mask:
     """A token sees its own chunk of ``size`` tokens, with ``causal`` up to itself."""
     _check(least=1, size=size)
@@ -224,6 +260,7 @@ def chunks(size: int, causal: bool = False) -> Mask:
     return Mask("causal-chunks" if causal else "chunks", visible_before if causal else visible, bounds)
 
 
+@_named
 def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "cpu") -> Mask:
     """Sequences that share prefixes, packed as the segments of a tree in depth-first order.
 
@@ -235,8 +272,14 @@ def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "c
         device: the device of the call.
 
     Raises:
+        TypeError: parents or lengths are no list of whole numbers.
         ValueError: the segments are not a tree in depth-first order, or there are not as many lengths as parents.
     """
+    for name, given in (("parents", parents), ("lengths", lengths)):
+        if not isinstance(given, Sequence) or any(type(each) is not int for each in given):
+            raise TypeError(f"{name} is {given!r}; it must be a list of whole numbers")
+    if any(each < 0 for each in lengths):
+        raise ValueError(f"lengths is {lengths}; each may be a whole number from 0")
     n = len(parents)
     if len(lengths) != n or any(not -1 <= p < i for i, p in enumerate(parents)):
         raise ValueError(f"parents is {parents} and lengths {lengths}; a parent is -1 or an earlier segment's number")
@@ -264,6 +307,7 @@ def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "c
     return Mask("prefix-tree", visible, bounds, bounds_of_keys=True, tokens=len(stops), reads_tokens=True)
 
 
+@_named
 def block_diffusion(length: int, block: int) -> Mask:
     """Training of block diffusion models: ``length`` noised tokens, then the same tokens clean.
 
@@ -293,6 +337,7 @@ def block_diffusion(length: int, block: int) -> Mask:
     return Mask("block-diffusion", visible, bounds, tokens=2 * length)
 
 
+@_named
 def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
     """NATTEN's neighbourhood attention in one to three dimensions, tokens in row-major order.
 
@@ -303,8 +348,12 @@ def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
         window: positions that are seen along each axis, at most the axis's length.
 
     Raises:
+        TypeError: ``shape`` or ``window`` is no list of whole numbers.
         ValueError: there are not 1 to 3 axes, or a window is not from 1 to its axis's length.
     """
+    for name, given in (("shape", shape), ("window", window)):
+        if not isinstance(given, Sequence) or any(type(each) is not int for each in given):
+            raise TypeError(f"{name} is {given!r}; it must be one to three whole numbers, one for each axis")
     shape, window = tuple(shape), tuple(window)
     if not 1 <= len(shape) <= 3 or len(shape) != len(window) or any(not 1 <= w <= n for n, w in zip(shape, window)):
         raise ValueError(f"shape is {shape} and window {window}; both have 1 to 3 numbers, and no window is longer")
