@@ -133,3 +133,15 @@ def test_names_and_arguments_that_cannot_be() -> None:
         attention(q, q[:, :, :1], q[:, :, :1])
     with pytest.raises(TypeError, match=r"key has dtype torch\.float64"):
         attention(q, q.double(), q)
+
+
+@pytest.mark.parametrize("wrong", [None, torch.zeros(2, 3, 4)])
+def test_what_is_no_tensor_of_four_dimensions_is_named(wrong: Any) -> None:
+    q = torch.zeros(1, 3, 2, 16)
+    for place, name in enumerate(("query", "key", "value")):
+        operands = [q, q, q]
+        operands[place] = wrong
+        with pytest.raises(
+            TypeError, match=rf"{name} is .*; it must be a torch.Tensor \(batch, seqlen, heads, head_dim"
+        ):
+            attention(*operands)

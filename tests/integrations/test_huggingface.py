@@ -371,6 +371,9 @@ def test_errors() -> None:
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q is given with a batch of 2"):
         two, cu = torch.randn(2, 2, 3, 8), torch.tensor([0, 3])
         huggingface.attention(layer(), two, two, two, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    one = two[:1]
+    with pytest.raises(ValueError, match="cu_seq_lens_q is given without max_length_q and max_length_k"):
+        huggingface.attention(layer(), one, one, one, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
 
 
 def test_a_window_is_recognised_by_its_code_only() -> None:

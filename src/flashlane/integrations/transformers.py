@@ -146,6 +146,10 @@ def attention(
     return out.contiguous(), None
 
 
+PACKED = ("cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What comes with ``cu_seq_lens_q``."""
+
+
 def _packed(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -162,6 +166,9 @@ def _packed(
             + (" and a position_bias" if position_bias is not None else "")
             + "; packed sequences may only come in one row without one"
         )
+    missing = [name for name in PACKED if others.get(name) is None]
+    if missing:
+        raise ValueError(f"cu_seq_lens_q is given without {' and '.join(missing)}; packed sequences need all of them")
     q, k, v = (t.transpose(1, 2)[0] for t in (query, key, value))
     inputs = Inputs(
         q,
