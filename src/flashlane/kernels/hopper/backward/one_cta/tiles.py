@@ -85,24 +85,7 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
         own_loops = (problem.varlen or alike) and not extras
         tile = replace(tile, block_m=block_m, k_stages=2, v_stages=2, ping_pong=ping_pong, own_loops=own_loops)
     elif largest > MAX_REGISTER_ATOMICS and not extras:
-        until: PingPong = "off" if largest in WITHOUT_PING_PONG else "until_complete"
-        if problem.deterministic:
-            tile = replace(tile, ping_pong="until_complete")
-        elif problem.varlen:
-            if problem.window_left >= 0:
-                tile = long_tile(problem, tile)
-            elif masked and typical_length(problem) <= SHORT:
-                tile = replace(tile, block_m=64)
-            else:
-                tile = replace(tile, block_m=80, ping_pong=until)
-        elif few_steps(problem) and not long_steps_are_faster(problem, few := tile_of_few_steps(problem, tile)):
-            # Without idle warps, windows had faster tiles in five problems of five (notebook 0040).
-            tile = long_tile(problem, tile) if problem.window_left >= 0 and few.dq == "tma_reduce_add" else few
-        elif problem.window_left >= 0:
-            tile = long_tile(problem, tile)
-        else:
-            rows = 80 if few_steps(problem) else least_work(problem, tile, (80, 64), WIDE_STEP) if masked else 80
-            tile = replace(tile, block_m=rows, ping_pong=until if rows == 80 else "until_issued")
+        tile = wide_tile(problem, tile)
     elif not (problem.deterministic or extras):
         tile = middle_tile(problem, tile)
     if not (problem.deterministic or extras):  # which were not timed with TMA stores (notebook 0025)
@@ -123,12 +106,32 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1)
 
 
+def wide_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
+    """The tile of head dims above 96 without score modifiers."""
+    if problem.deterministic:
+        return replace(tile, ping_pong="until_complete")
+    if not problem.varlen and few_steps(problem):
+        few = tile_of_few_steps(problem, tile)
+        # Without idle warps, windows had faster tiles in five problems of five (notebook 0040).
+        slower = few.dq == "tma_reduce_add" if problem.window_left >= 0 else long_steps_are_faster(problem, few)
+        if not slower:
+            return few
+    return long_tile(problem, tile)
+
+
 def long_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
-    """The tile of head dims above 96 for a window that many queries of a tile see."""
-    largest = max(problem.head_dim, problem.head_dim_v)
-    rows = least_work(problem, tile, (80, 64), WINDOW_STEP[largest > WITHOUT_PING_PONG.stop - 1])
-    until: PingPong = "until_complete" if rows == 80 and largest not in WITHOUT_PING_PONG else "off"
-    return replace(tile, block_m=rows, ping_pong=until)
+    """The tile of head dims above 96 with one stage of K, for many steps."""
+    largest, window = max(problem.head_dim, problem.head_dim_v), problem.window_left >= 0
+    rows = 80
+    if window:
+        rows = least_work(problem, tile, (80, 64), WINDOW_STEP[largest >= WITHOUT_PING_PONG.stop])
+    elif problem.varlen and problem.has_right_only and typical_length(problem) <= SHORT:
+        rows = 64
+    elif not problem.varlen and problem.has_right_only and not few_steps(problem):
+        rows = least_work(problem, tile, (80, 64), WIDE_STEP)
+    if rows == 80:
+        return replace(tile, block_m=80, ping_pong="off" if largest in WITHOUT_PING_PONG else "until_complete")
+    return replace(tile, block_m=64, ping_pong="off" if window or problem.varlen else "until_issued")
 
 
 def tile_of_few_steps(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
@@ -145,7 +148,7 @@ def long_steps_are_faster(problem: AttentionProblem, few: OneCtaConfig) -> bool:
     of few queries that many keys see, which have long tiles, and of a last step that is nearly empty.
     """
     idle = few.postprocess == "idle_warps"
-    if problem.window_left >= 0 or (few.dq == "register_atomics" and not idle):  # others were not timed
+    if few.dq == "register_atomics" and not idle:  # others were not timed, and no windows
         return False
     columns, sequences = (problem.head_dim + problem.head_dim_v) / 2, problem.batch
     moved = problem.heads * sequences * problem.seqlen_q * columns * (STATISTICS_BYTES + SUMS_BYTES)
