@@ -19,6 +19,7 @@ from flashlane.kernels.hopper.arch import L2_MIB, SECTOR, SMS
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
+from flashlane.kernels.split_kv import COPY_RATE
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 MATRIX_TFLOPS = 620.0
@@ -32,14 +33,12 @@ although it has 2.8 % more cycles; short rounds predict 4 % more (docs/notebook/
 deferred maximum clusters are 4 to 5 % faster than single CTAs of D 96 and 128 (notebook 0032)."""
 
 
-DEVICE_RATE = 4.4
-"""TB/s that device memory delivers to all SMs."""
 FOLLOWED_HEADS = 24
 """Tile heads of a section up to which the CTAs that read one head's K and V follow each other through the L2 cache."""
 ALONE_WITH_A_HEAD = 0.004
 """Share of the time by which a causal launch takes longer for each further tile head of a section, where CTAs that
-share nothing would load more than :data:`DEVICE_RATE`: with 48 to 60 heads two CTAs read each of them, at different
-times (docs/notebook/0041-wide-sections.md)."""
+share nothing would load more than device memory delivers (``COPY_RATE``): with 48 to 60 heads two CTAs read each of
+them, at different times (docs/notebook/0041-wide-sections.md)."""
 PARTIAL_RATE = 3.5e6
 """Bytes a microsecond in which partial results in f32 are written, and read again to combine them."""
 
@@ -248,7 +247,7 @@ def slowdown(
         factor += traffic.excess * max(0.0, streams * (1 + again) * bandwidth - traffic.enough)
     if not problem.has_right_only or not costs:
         return factor
-    if len(costs) > 1 and mebibytes > traffic.resident and workers * bandwidth > DEVICE_RATE:
+    if len(costs) > 1 and mebibytes > traffic.resident and workers * bandwidth > COPY_RATE:
         factor += ALONE_WITH_A_HEAD * max(0, min(section, workers) - FOLLOWED_HEADS)
     unlike = 1 - costs[-1] / costs[0]  # tiles of a section are alike where many keys come before all queries
     return factor * (
