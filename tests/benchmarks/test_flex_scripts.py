@@ -165,7 +165,7 @@ def test_lists_by_hand_have_a_function_for_flash(speed: ModuleType) -> None:
 
 def test_peers_get_torchs_own_masks(speed: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not ours, whose functions read intervals; each with the pairs of the cell."""
-    from flashlane.flex import blocks
+    from flashlane.flex import blocks, intervals
 
     functions = []
     create = speed.torch_flex.create_block_mask
@@ -179,7 +179,7 @@ def test_peers_get_torchs_own_masks(speed: ModuleType, monkeypatch: pytest.Monke
         mask, ours = speed.peers_mask(cell, CPU), cell.mask(CPU)
         assert torch.equal(blocks.states(mask), blocks.states(ours)), cell.name
         assert (len(functions) > made) == (cell.function is not None), cell.name
-        assert not hasattr(mask.mask_mod, "of_intervals")
+        assert getattr(mask.mask_mod, "func", None) is not intervals.visible
     assert len(functions) == 6
 
 

@@ -1,5 +1,6 @@
 """Every table fits 80 and 100 columns: nothing is cut, and what is left out is named."""
 
+import json
 import random
 import re
 
@@ -16,6 +17,7 @@ from flashlane.inspect.compile_report import describe_config
 from flashlane.inspect.fitted_table import Column, fold_name, make_table, significant
 
 LONG = "mma(split-q+tiling-qk+acc-f32+persist-q+swizzle-qkv+store-direct+stage2)"
+LONGEST = "mma(split-q+tiling-qkv+acc-pv-f32+o-f16+persist-q+swizzle-qkv+store-shared+stage4)"
 SIZES = ["--N", "32", "--D", "16", "--H", "1", "--B", "1"]
 TINY = [*SIZES, "--quick", "--device", "cpu"]
 
@@ -138,6 +140,9 @@ COMMANDS = [
     ["layout", "--columns", "128", "--compare"],
     ["explain", "--arch", "sm_90a"],
     ["explain", "--arch", "cpu"],
+    ["explain", "--show-all", "--arch", "sm_90a", "--backward"],
+    ["explain", "--show-all", "--arch", "cpu"],
+    ["explain", "--kernel", LONGEST, "--arch", "sm_90a"],
     ["mask"],
     ["mask", "causal-documents", "--lengths", "20,12,32", "--show"],
     [*BASELINE.split(), "--list"],
@@ -163,6 +168,38 @@ def test_what_commands_print_fits_the_terminal(files, monkeypatch, words, width)
     mark = r"[\w.]…" if "--help" in words else r"[\w.]…|…\s"  # a help's own sentences have lists that go on
     cut = [line for line in lines if re.search(mark, line) and "flashlane" not in line]
     assert not cut, cut
+
+
+def test_the_longest_tag_is_the_longest() -> None:
+    assert len(LONGEST) == max(len(kernel.tag) for kernel in registry.kernels()) > 80
+
+
+@pytest.mark.parametrize("width", [80, 100, None])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80", "cpu"])
+def test_explain_names_every_kernel_and_its_reason_in_a_narrow_terminal_too(monkeypatch, arch, width):
+    words = ["explain", "--show-all", "--D", "192", "--dtype", "f16", "--arch", arch]
+    (said,) = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+    lines = CliRunner().invoke(app, words).stdout.splitlines()[1:]
+    if width is None:  # a file has a line for each kernel
+        reasons = dict(line.strip().split(maxsplit=1) for line in lines)
+    else:
+        assert max(map(len, lines)) <= width
+        reasons, why = {}, ""
+        for line in "\n".join(lines).replace("\n" + " " * 8, "").splitlines():  # the rest of a tag is in the next line
+            if line.startswith("    "):
+                reasons[line.strip()] = why
+            else:
+                why = line.strip().removesuffix(":")
+    assert len(said["kernels"]) > 2000 and reasons.keys() == {kernel["tag"] for kernel in said["kernels"]}
+    for kernel in said["kernels"]:
+        found = reasons[kernel["tag"]]
+        if kernel["tag"] == said["chosen"]:
+            assert found == "runs"
+        else:
+            assert kernel["reason"] in found if kernel["reason"] else "ranked lower" in found, (kernel, found)
 
 
 @pytest.mark.parametrize("width", [80, 100])

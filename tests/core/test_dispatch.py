@@ -106,6 +106,33 @@ def test_explain_groups_by_the_reason_and_fits_80_columns() -> None:
         assert len(named.splitlines()) == 2, "and the idea of it"
 
 
+def test_every_kernel_is_listed_below_its_reason_where_the_columns_are_few() -> None:
+    posed = make_problem(1, 2, 16, 16, torch.float32)
+    with registry.table_of(*registry.kernels(), *(Grid(number) for number in (1, 2))):
+        everything = dispatch.explain_problem(posed, show_all=True)
+    wide = everything.listed(120).splitlines()
+    assert wide == everything.listed().splitlines() and max(map(len, wide)) > 80
+    assert wide[3] == f"  {Grid(1).tag}  head_dim is 16; it may only be 8"
+    assert everything.listed(80).splitlines() == [
+        "B1 H2 N16 D16 f32 on cpu: reference",
+        "  runs:",
+        "    reference",
+        "  can run; ranked lower (place 2):",
+        "    tiled",
+        "  cannot run: head_dim is 16; it may only be 8 (2):",
+        "    mma(split-q+tiling-qk+acc-f32+variant-0001+stage2)",
+        "    mma(split-q+tiling-qk+acc-f32+variant-0002+stage2)",
+    ]
+    assert everything.listed(45).splitlines()[5:] == [
+        "  cannot run: head_dim is 16; it may only be",
+        "      8 (2):",
+        "    mma(split-q+tiling-qk+acc-f32",
+        "        +variant-0001+stage2)",
+        "    mma(split-q+tiling-qk+acc-f32",
+        "        +variant-0002+stage2)",
+    ]
+
+
 def test_explain_compares_predicted_times_where_there_are_some(monkeypatch) -> None:
     times = {"reference": 2.0, "tiled": 2.24}
     for tag, ms in times.items():

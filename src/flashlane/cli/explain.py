@@ -65,8 +65,9 @@ def explain_command(
         return
     console = make_console()
     for each in found:
-        # Lines that were made for 80 columns; a terminal that is narrower breaks them.
-        console.print(each.listed() if show_all else str(each), markup=False, soft_wrap=console.width >= ROOM)
+        # Lines were made for 80 columns or, with --show-all, for the terminal; one of fewer than 80 breaks them.
+        text = each.listed(console.width) if show_all else str(each)
+        console.print(text, markup=False, soft_wrap=console.width >= ROOM)
 
 
 def explanation_json(explanation: Any) -> dict[str, Any]:

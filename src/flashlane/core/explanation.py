@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from flashlane.core.problem import AttentionProblem
@@ -62,17 +63,28 @@ class Explanation:
     """Configurations of the chosen kernel with predicted milliseconds, the one that runs first."""
 
     def __str__(self) -> str:
-        return "\n".join([self._head(), *self._summary(), *self._configurations(), *self._grouped(), *self._after()])
+        # No other kernel was considered when one was named.
+        groups = [] if self.named else [_line(why, tags) for why, tags in self._groups()]
+        texts = [self._head(), *self._summary(), *self._configurations(), *groups, *self._after()]
+        return "\n".join(_fitted(texts, ROOM))
 
-    def listed(self) -> str:
-        """The same with a line for each kernel."""
-        width = max(len(choice.tag) for choice in self.choices)
+    def listed(self, width: int | None = None) -> str:
+        """The same with a line for each kernel.
+
+        Args:
+            width: the columns of a line. Where a kernel's tag and its reason have no room side by side, all tags are
+                listed below their reasons. None: lines may be of any length.
+        """
+        widest = max(len(choice.tag) for choice in self.choices)
         places = self.places()
         lines = []
         for choice in self.choices:
             why = choice.reason or ("runs" if choice.tag == self.chosen else self.lower(choice.tag, places[choice.tag]))
-            lines.append(f"  {choice.tag:<{width}}  {why}")
-        return "\n".join([self._head(), *lines, *self._after()])
+            lines.append(f"  {choice.tag:<{widest}}  {why}")
+        if width is not None and max(map(len, lines)) > width:
+            groups = [("runs", [self.chosen]), *self._groups()]
+            lines = [line for why, tags in groups for line in (f"  {why}:", *(f"    {tag}" for tag in tags))]
+        return "\n".join(_fitted([self._head(), *lines, *self._after()], width))
 
     def places(self) -> dict[str, int]:
         """The rank of each kernel that can run the problem: 1 for the highest preference, equal ones alike."""
@@ -108,32 +120,27 @@ class Explanation:
             told = f"predicted {slower:.1f} % slower" if number else f"runs, predicted {ms:.3g} ms"
             yield textwrap.fill(f"{words}: {told}", ROOM, initial_indent="  ", subsequent_indent="    ")
 
-    def _grouped(self) -> Iterable[str]:
-        """The other kernels: those that cannot run, grouped by their reasons, and those that can, by their places.
-
-        There are none when a kernel was named, since no other one was considered then.
-        """
-        if self.named:
-            return
+    def _groups(self) -> Iterable[tuple[str, list[str]]]:
+        """The other kernels: those that can run, by their places, and those that cannot, grouped by their reasons."""
         places = self.places()
         lower: dict[int, list[str]] = {}
         forecast: dict[str, list[str]] = {}
         reasons: dict[str, list[str]] = {}
         for choice in self.choices:
+            if choice.tag == self.chosen:
+                continue
             if choice.reason is not None:
                 reasons.setdefault(choice.reason, []).append(choice.tag)
-            elif choice.tag != self.chosen:
-                known = choice.tag in self.predicted and self.chosen in self.predicted
-                if known:
-                    forecast.setdefault(self.lower(choice.tag, places[choice.tag]), []).append(choice.tag)
-                else:
-                    lower.setdefault(places[choice.tag], []).append(choice.tag)
+            elif choice.tag in self.predicted and self.chosen in self.predicted:
+                forecast.setdefault(self.lower(choice.tag, places[choice.tag]), []).append(choice.tag)
+            else:
+                lower.setdefault(places[choice.tag], []).append(choice.tag)
         for why, tags in sorted(forecast.items(), key=lambda item: self.predicted[item[1][0]]):
-            yield _line(why, tags)
+            yield why, tags
         for place, tags in sorted(lower.items()):
-            yield _line(self.lower(tags[0], place, len(tags) - 1), tags)
+            yield self.lower(tags[0], place, len(tags) - 1), tags
         for reason, tags in sorted(reasons.items(), key=lambda item: -len(item[1])):
-            yield _line(f"cannot run: {reason}" + (f" ({len(tags)})" if len(tags) > 1 else ""), tags)
+            yield f"cannot run: {reason}" + (f" ({len(tags)})" if len(tags) > 1 else ""), tags
 
     def _after(self) -> Iterable[str]:
         for after in self.backwards:
@@ -151,6 +158,22 @@ def _line(why: str, tags: list[str]) -> str:
         lines = textwrap.wrap(head.strip(), ROOM, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         return "\n".join([*lines, "    " + _some(tags, ROOM - 4)])
     return head + _some(tags, ROOM - len(head))
+
+
+def _fitted(texts: Iterable[str], width: int | None) -> Iterator[str]:
+    """The lines of texts; a longer one is broken after a blank or before a ``+``, as a tag has them, and indented."""
+    for line in (line for text in texts for line in text.splitlines()):
+        if width is None or len(line) <= width:
+            yield line
+            continue
+        indent = " " * (len(line) - len(line.lstrip()))
+        begun = indent
+        for part in re.split(r"(?=\+)|(?<= )", line.strip()):
+            if begun.strip() and len(begun) + len(part.rstrip()) > width:
+                yield begun.rstrip()
+                begun = indent + "    "
+            begun += part
+        yield begun
 
 
 def _some(tags: list[str], room: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -87,18 +88,45 @@ def _counts(
 
 
 def interval_mask_mod(intervals: Intervals) -> Callable[..., Any]:
-    """The mask function of intervals. Its program depends on their number and on whether batches or heads differ."""
-    starts, ends = intervals.starts, intervals.ends
-    batch, heads, count, _ = starts.shape
-    of_keys = intervals.of_keys
+    """The mask function of intervals. Its program depends on their number and on whether batches or heads differ.
 
-    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        b, h = b if batch > 1 else 0, h if heads > 1 else 0
-        row, at = (kv_idx, q_idx) if of_keys else (q_idx, kv_idx)
-        found = (starts[b, h, 0, row] <= at) & (at < ends[b, h, 0, row])
-        for i in range(1, count):
-            found = found | ((starts[b, h, i, row] <= at) & (at < ends[b, h, i, row]))
-        return found
+    A function that closes over its values cannot be pickled; this one can be.
+    """
+    batch, heads, count, _ = intervals.starts.shape
+    return functools.partial(visible, intervals.starts, intervals.ends, count, batch > 1, heads > 1, intervals.of_keys)
 
-    visible.of_intervals = intervals  # type: ignore[attr-defined]
-    return visible
+
+def visible(
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    count: int,
+    of_batches: bool,
+    of_heads: bool,
+    of_keys: bool,
+    b: Any,
+    h: Any,
+    q_idx: Any,
+    kv_idx: Any,
+) -> Any:
+    """Whether key ``kv_idx`` is in one of the ``count`` intervals of query ``q_idx``, or with ``of_keys`` the reverse.
+
+    Pickled masks have this name and the order of its arguments.
+
+    Args:
+        starts: as those of :class:`Intervals`.
+        ends: as those of :class:`Intervals`.
+        count: the number of a row's intervals.
+        of_batches: whether batch rows have intervals of their own.
+        of_heads: whether heads have intervals of their own.
+        of_keys: as that of :class:`Intervals`.
+        b: the batch row.
+        h: the head.
+        q_idx: the query.
+        kv_idx: the key.
+    """
+    b, h = b if of_batches else 0, h if of_heads else 0
+    row, at = (kv_idx, q_idx) if of_keys else (q_idx, kv_idx)
+    found = (starts[b, h, 0, row] <= at) & (at < ends[b, h, 0, row])
+    for i in range(1, count):
+        found = found | ((starts[b, h, i, row] <= at) & (at < ends[b, h, i, row]))
+    return found

@@ -52,7 +52,9 @@ class Mask:
     reads_tokens: bool = False
     """Whether the function reads something of each of these tokens, so that there may not be more."""
     made_by: tuple[str, tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
-    """The function of this module that made it, and its arguments, of which a copy in another process is made."""
+    """The function of this module that made it, and its arguments, of which a copy in another process is made.
+
+    Where the function keeps a copy of an argument, this is the copy: the caller may write the argument afterwards."""
 
     def __reduce__(self) -> Any:
         if self.made_by is None:
@@ -95,7 +97,8 @@ def _named(make: Callable[P, Mask]) -> Callable[P, Mask]:
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Mask:
-        return replace(make(*args, **kwargs), made_by=(make.__name__, args, kwargs))
+        mask = make(*args, **kwargs)
+        return mask if mask.made_by is not None else replace(mask, made_by=(make.__name__, args, kwargs))
 
     return made
 
@@ -187,7 +190,8 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
 
     name, function = ("causal-documents", visible_before) if causal else ("documents", visible)
     tokens = document_set.tokens
-    return Mask(name, function, bounds, documents=document_set, tokens=tokens, reads_tokens=True)
+    made_by = "documents", (offsets, causal), dict[str, Any]()
+    return Mask(name, function, bounds, documents=document_set, tokens=tokens, reads_tokens=True, made_by=made_by)
 
 
 @_named
@@ -207,7 +211,8 @@ def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
         end = start + ((q - start) // block + 1) * block
         return [(start, end.minimum(offsets[1:].index_select(0, own)))]
 
-    return Mask("block-causal-documents", visible, bounds, tokens=found.tokens, reads_tokens=True)
+    made_by = "block_causal_documents", (offsets, block), dict[str, Any]()
+    return Mask("block-causal-documents", visible, bounds, tokens=found.tokens, reads_tokens=True, made_by=made_by)
 
 
 @_named
@@ -304,7 +309,9 @@ def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "c
     def bounds(kv: torch.Tensor, queries: int) -> Sides:
         return [(kv, stop.clamp_max(queries))]
 
-    return Mask("prefix-tree", visible, bounds, bounds_of_keys=True, tokens=len(stops), reads_tokens=True)
+    made_by = "prefix_tree", (tuple(parents), tuple(lengths), device), dict[str, Any]()
+    tokens = len(stops)
+    return Mask("prefix-tree", visible, bounds, bounds_of_keys=True, tokens=tokens, reads_tokens=True, made_by=made_by)
 
 
 @_named
@@ -372,7 +379,9 @@ def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
         return geometry.intervals(q)
 
     few = geometry.window <= MOST_INTERVALS
-    return Mask(f"neighbourhood-{len(shape)}d", visible, bounds if few else None, neighbourhood=geometry)
+    made_by = "neighbourhood", (shape, window), dict[str, Any]()
+    name = f"neighbourhood-{len(shape)}d"
+    return Mask(name, visible, bounds if few else None, neighbourhood=geometry, made_by=made_by)
 
 
 def _check(least: int | None = 0, **numbers: int) -> None:

@@ -6,6 +6,7 @@ each axis, and which pairs of two blocks are visible follows from the lines of t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -84,14 +85,18 @@ class Neighbourhood:
 
 
 def mask_of_table(table: torch.Tensor) -> Callable[..., Any]:
-    """The mask function of a table of :meth:`Neighbourhood.table`: one program for grids and windows of any size."""
+    """The mask function of a table of :meth:`Neighbourhood.table`: one program for grids and windows of any size.
 
-    def visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        found = None
-        for axis in range(AXES):
-            at = table[3 * axis + 2, kv_idx]
-            inside = (table[3 * axis, q_idx] <= at) & (at < table[3 * axis + 1, q_idx])
-            found = inside if found is None else found & inside
-        return found
+    A function that closes over the table cannot be pickled; this one can be.
+    """
+    return functools.partial(visible, table)
 
-    return visible
+
+def visible(table: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """Whether key ``kv_idx`` is in the neighbourhood of query ``q_idx``. Pickled masks have this name."""
+    found = None
+    for axis in range(AXES):
+        at = table[3 * axis + 2, kv_idx]
+        inside = (table[3 * axis, q_idx] <= at) & (at < table[3 * axis + 1, q_idx])
+        found = inside if found is None else found & inside
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
@@ -37,6 +37,21 @@ class Documents:
         tensor, version = self.source
         return tensor._version == version and any(t is tensor for t in read)
 
+    def __reduce__(self) -> Any:
+        if self.source is None:
+            return _copied, (self.offsets, self.longest, self.tokens, self.causal, None)
+        tensor, version = self.source
+        if tensor._version != version:
+            return type(None), ()  # the tensor has been written: the mask is no longer these documents
+        return _copied, (self.offsets, self.longest, self.tokens, self.causal, tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Documents | None:
+        """A function that closes over the tensor is not copied, and a copied mask reads the same tensor as before."""
+        if self.source is None or id(self.source[0]) not in memo:
+            return self
+        make, arguments = self.__reduce__()
+        return make(*(memo.get(id(each), each) for each in arguments))
+
     @classmethod
     def of(cls, offsets: torch.Tensor, causal: bool) -> Documents:
         """The documents of ``cu_seqlens``. The call waits for the device once.
@@ -53,6 +68,15 @@ class Documents:
                 f"and ascend"
             )
         return cls(offsets.to(torch.int32, copy=True), longest, tokens, causal)
+
+
+def _copied(
+    offsets: torch.Tensor, longest: int, tokens: int, causal: bool, read: torch.Tensor | None
+) -> Documents | None:
+    """The documents of a pickled mask, whose function reads ``read``; None where its changes could not be seen."""
+    if read is None:
+        return Documents(offsets, longest, tokens, causal)
+    return None if read.is_inference() else Documents(offsets, longest, tokens, causal, (read, read._version))
 
 
 def of_mask(mask: Expression | None, arguments: Arguments, lengths: tuple[int, int]) -> Documents | None:
@@ -111,5 +135,5 @@ def _compared(e: Expression) -> int | None:
     return vectors.pop() if positions == {"q", "kv"} and len(vectors) == 1 else None  # type: ignore[return-value]
 
 
-NOTES: Notes[Documents] = Notes()
+NOTES: Notes[Documents] = Notes("documents")
 """The documents of block masks that are nothing else."""

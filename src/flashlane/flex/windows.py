@@ -13,7 +13,7 @@ from flashlane.flex.notes import Notes
 Window = tuple[int, int]
 """The numbers of keys before and after its own position that a query sees; −1 is all of them."""
 OPEN: Window = (-1, -1)
-NOTES: Notes[Window] = Notes()
+NOTES: Notes[Window] = Notes("window")
 """The windows of block masks that are nothing else."""
 
 
