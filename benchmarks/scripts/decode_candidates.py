@@ -55,15 +55,8 @@ def _of_rows(warps_m: int, groups: int, keys: int) -> dict[str, Shape]:
     shapes = {"cp.async": Shape(warps_m, groups), "cp.async 2/SM": Shape(warps_m, max(1, groups // 2), 2)}
     shapes |= {"cp.async 4/SM": Shape(warps_m, max(1, groups // 4), 4)}
     shapes |= {f"TMA c{size}": Shape(warps_m, groups, block_n=keys, tma=True, cluster=size) for size in (1, 2, 4, 8)}
-    stream_k = {
-        "stream-K": (groups, keys, 1),
-        "stream-K half": (groups // 2, keys, 1),
-        "stream-K wide": (groups // 2, 2 * keys, 1),
-        "stream-K 2/SM": (groups // 2, keys, 2),
-    }
     shapes |= {
-        name: Shape(warps_m, of, ctas, of_keys, tma=True, stream_k=True)
-        for name, (of, of_keys, ctas) in stream_k.items()
+        name: Shape(warps_m, of, stream_k=True) for name, of in (("stream-K", groups), ("stream-K half", groups // 2))
     }
     return shapes | {"TMA 2/SM": Shape(warps_m, groups // 2, 2, keys, tma=True)}
 

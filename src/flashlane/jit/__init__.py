@@ -12,7 +12,7 @@ from flashlane.jit.compiler import (
     compile_together,
     constants_header,
 )
-from flashlane.jit.launch import Function, LaunchError, load
+from flashlane.jit.launch import Function, LaunchError, load, rated_bandwidth
 from flashlane.jit.report import CompileReport
 from flashlane.jit.sass import disassemble, instruction_counts
 from flashlane.jit.toolchain import ToolchainError
@@ -37,5 +37,6 @@ __all__ = [
     "limits",
     "load",
     "occupancy",
+    "rated_bandwidth",
     "shared_limit",
 ]

@@ -45,7 +45,7 @@ def launch_config(grid: Sequence[int], block: Sequence[int], shared: int, overla
 
 MAX_THREADS_PER_BLOCK, SHARED_SIZE_BYTES, LOCAL_SIZE_BYTES, NUM_REGS, MAX_DYNAMIC_SHARED_SIZE_BYTES = 0, 1, 3, 4, 8
 """Of ``CUfunction_attribute``."""
-MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
+MEMORY_CLOCK_RATE, MEMORY_BUS_WIDTH, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 36, 37, 97
 """Of ``CUdevice_attribute``."""
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 """Of ``CUlaunchAttributeID``."""

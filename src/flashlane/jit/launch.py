@@ -282,9 +282,18 @@ def make_current() -> None:
 @functools.cache
 def _shared_opt_in(device_index: int) -> int:
     """Bytes of shared memory that a block may opt in to."""
+    return _attribute_of(device_index, api.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+
+
+def rated_bandwidth(device_index: int) -> float:
+    """Bytes a picosecond (TB/s) that a device's memory transfers at most: two for each clock and 8 bits of its bus."""
+    kilohertz = _attribute_of(device_index, api.MEMORY_CLOCK_RATE)
+    return 2 * kilohertz * 1e3 * _attribute_of(device_index, api.MEMORY_BUS_WIDTH) / 8 / 1e12
+
+
+def _attribute_of(device_index: int, attribute: int) -> int:
     what = f"device {device_index}"
     device = _checked(driver(), "cuDeviceGet", device_index, what=what)
-    attribute = api.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     return _checked(driver(), "cuDeviceGetAttribute", attribute, device, what=what)
 
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.memory_rate import COPY_RATE
 
-COPY_RATE = 4.46
-"""MB a microsecond that all SMs read together. This and the numbers below were fitted to 36 problems on an H200
-(benchmarks/archive/decode_combine.json), and to the choices of docs/notebook/0004-decode.md."""
 SM_RATE = 0.047
-"""MB a microsecond that an SM reads at most."""
+"""MB a microsecond that an SM reads at most. This and the numbers below were fitted to 36 problems on an H200
+(benchmarks/archive/decode_combine.json), and to the choices of docs/notebook/0004-decode.md."""
 ALONE = 0.8
 """The share of it that a CTA asks for which is made for an SM with others, and has it for itself."""
 WAVE_TIME = 2.0
@@ -23,6 +22,21 @@ LAST_WAVE = 0.95
 """The time of a last wave over what its CTAs would take by themselves: the wave before has not quite ended."""
 COMBINE_TIME, SPLIT_TIME, SUMS_TIME = 1.8, 0.1, 2.2
 """Microseconds of combining splits: for any number, for each split, and for each thousand sums of an output tile."""
+STREAM_TIME = 6.0
+"""Microseconds that stream-K takes besides reading and combining. This and UNEVEN were found with 87 problems of 40
+microseconds and more on an H200, and the two below with 53 whose lengths are on the device
+(benchmarks/archive/decode_stream_k.json)."""
+STREAM_ROWS_TIME = 3.0
+"""Microseconds that 16 rows more than 16 cost for each tile of a CTA with stream-K: one problem, tiles of 11 steps."""
+UNEVEN = 1.06
+"""The time of splits over its prediction, where SMs do not all have equally many that begin together: the prediction is
+the least of several that are all uncertain."""
+UNLIKE = 1.1
+"""The same where sequences may have different lengths."""
+STREAM_LENGTHS_TIME = 9.0
+"""Microseconds that stream-K takes besides where the device finds out how long sequences are."""
+EVEN_ALONE, EVEN = 0.8, 0.95
+"""The share of places that splits fill where they do: of the SMs if each has one, and otherwise of as many on each."""
 PASS_TIME = 3.0
 """Microseconds of each further pass of a combine whose splits do not fit its shared memory together. This, ALONE, and
 that CTAs of one SM compute no faster than one, were found with 214 problems whose lengths are on the device, on an H200
@@ -57,6 +71,8 @@ class Work:
     """Microseconds of a launch that combines the splits, where there is one."""
     scratch: int = 0
     """Bytes of shared memory in which the last CTA combines the splits of its sums; 0 where a launch does."""
+    copy_rate: float = COPY_RATE
+    """MB a microsecond that all SMs read together."""
     rows: int = 0
     """Rows whose statistics lie there for each split, of 8 bytes each."""
 
@@ -69,8 +85,29 @@ class Work:
         if more:
             time += self._wave(more, each) * (LAST_WAVE if waves else 1.0)
         time += (waves + (more > 0)) * (WAVE_TIME if self.sms_of_one >= 1 else SHARED_WAVE_TIME)
-        combine = COMBINE_TIME + self.combine_launch + SPLIT_TIME * splits + SUMS_TIME * self.sums / 1000
-        return time + (combine + PASS_TIME * (self._passes(splits) - 1)) * (splits > 1)
+        return time + self._combine(splits)
+
+    def is_even(self, splits: int) -> bool:
+        """Whether so many splits of all tiles begin together, equally many on almost each SM."""
+        ctas, of_sm = self.tiles * splits, math.ceil(self.tiles * splits / self.sms)
+        return ctas <= self.held and ctas >= (EVEN if of_sm > 1 else EVEN_ALONE) * of_sm * self.sms
+
+    def stream_microseconds(self, ctas: int, splits: int) -> float:
+        """The predicted time of stream-K: ``ctas`` CTAs that begin together read equally much.
+
+        Args:
+            ctas: CTAs, no more than the GPU holds.
+            splits: the most splits of an output tile.
+        """
+        rows = STREAM_ROWS_TIME * max(0, self.rows // 16 - 1) * self.tiles / ctas
+        return self._wave(ctas, self.tiles * self.steps / ctas) + STREAM_TIME + rows + self._combine(splits)
+
+    def _combine(self, splits: int) -> float:
+        """Microseconds of combining the splits of an output tile."""
+        if splits == 1:
+            return 0.0
+        time = COMBINE_TIME + self.combine_launch + SPLIT_TIME * splits + SUMS_TIME * self.sums / 1000
+        return time + PASS_TIME * (self._passes(splits) - 1)
 
     def _passes(self, splits: int) -> int:
         """In how many passes a CTA combines its sums: four of each split, and all statistics, fit its shared memory."""
@@ -79,11 +116,11 @@ class Work:
         at_once = max(1, (self.scratch - 8 * self.rows * splits) // (16 * splits))
         return math.ceil(self.sums / 4 / max(1.0, self.sms_of_one) / at_once)
 
-    def _wave(self, ctas: int, steps: int) -> float:
+    def _wave(self, ctas: int, steps: float) -> float:
         """Microseconds of so many CTAs, or clusters, that begin together."""
         of_one = self.step_bytes / 1e6 / self.step_time
         reading = ctas * (self.sms_of_one if self.sms_of_one >= 1 else ALONE)
-        rate = min(COPY_RATE, min(ctas, self.sms) * of_one, min(self.sms, reading) * SM_RATE)
+        rate = min(self.copy_rate, min(ctas, self.sms) * of_one, min(self.sms, reading) * SM_RATE)
         return ctas * steps * self.step_bytes / 1e6 / rate
 
 

@@ -19,7 +19,7 @@ from flashlane import jit
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import launch, launch_pool, tensormap
-from flashlane.kernels import split_kv
+from flashlane.kernels import memory_rate, split_kv
 from flashlane.kernels.decode import decode
 from flashlane.kernels.decode import select as rules
 from flashlane.kernels.decode.config import MAX_SPLITS, DecodeConfig
@@ -39,6 +39,11 @@ CORNERS: list[dict[str, Any]] = [
     {"dtype": torch.float16, "seqlen_q": 8, "alibi": True, "seqlen_k": 1024},
     {"batch": 64, "seqused_k": True, "page_size": 16, "sinks": True},
     {"batch": 64, "seqlen_q": 8, "softcap": 30.0, "page_size": 48},
+    *(
+        {"batch": 26, "heads": heads, "seqlen_k": 24000, "head_dim": wide, "head_dim_v": wide, "page_size": page}
+        for heads, wide in ((8, 64), (32, 128), (8, 256), (256, 128), (256, 256))
+        for page in (0, 16, 24)
+    ),
     {"batch": 64, "num_splits": 1},
 ]
 
@@ -84,13 +89,23 @@ def test_shared_memory_by_hand() -> None:
 
 
 def test_shared_memory_with_tma_by_hand() -> None:
-    """Three stages of 128 rows of two planes each of K and V; Q; statistics; six barriers; four work tiles."""
+    """Three stages of 128 rows of two planes each of K and V; Q; statistics; six barriers."""
     config = DecodeConfig("bf16", 128, 128, warps_m=1, warp_groups=8, stages=3, tma=True, box_rows=128)
     assert config.shared_memory == 3 * 4 * 128 * 128 + 16 * 256 + 8 * 16 * 8 + 16 + 6 * 8
-    assert replace(config, stream_k=True).shared_memory == config.shared_memory + 8 * 8 + 4 * 144
     assert config.threads == 9 * 32 and config.max_splits == 65536 // (16 * 8 + 16)
     assert replace(config, head_dim=80).stage_bytes == config.stage_bytes  # a plane that is not full takes as much
     assert config.group_sums == config.stage_bytes  # they lie where the last step's keys were
+
+
+def test_shared_memory_of_stream_k_by_hand() -> None:
+    """Stages; queries of two tiles; statistics; four work tiles and two barriers each; sums that a step cannot hold."""
+    config = DecodeConfig("bf16", 128, 128, warps_m=1, warp_groups=8, stages=3, stream_k=True)
+    tiles = 4 * (144 + 2 * 8)
+    assert config.shared_memory == 8 * 3 * 2 * 16 * 256 + 2 * 16 * 256 + 8 * 16 * 8 + 16 + tiles
+    assert config.threads == 9 * 32 and config.max_splits == 132 and config.scratch == 8 * 2 * 16 * 256
+    rows = replace(config, warps_m=4, warp_groups=2, stages=7)
+    assert rows.scratch == 132 * (64 * 8 + 16) > rows.group_sums > 2 * 2 * 16 * 256
+    assert rows.shared_memory == 2 * 7 * 2 * 16 * 256 + 2 * 64 * 256 + rows.scratch + 2 * 64 * 8 + 16 + tiles
 
 
 def test_rows_of_tiles_are_read_without_bank_conflicts() -> None:
@@ -201,7 +216,8 @@ def test_what_an_h200_runs_row_by_row() -> None:
     rows = functools.partial(chosen, tma=False)
     assert rows(seqlen_k=1024) == (8, 8, 1)  # one cluster an item: no work space
     assert rows() == (8, 1, 16)  # 128 large CTAs
-    assert rows(batch=64, seqlen_k=1024) == (4, 1, 1)  # more tiles than SMs: two small CTAs an SM
+    assert rows(batch=32, seqlen_k=4096) == (4, 1, 1)  # 256 tiles at once: two small CTAs an SM
+    assert rows(batch=64, seqlen_k=1024) == 128  # two waves, the second one nearly empty: stream-K
     assert rows(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 1)  # as long as they may be: 128 tiles
     assert rows(seqlen_q=8) == (4, 2, 8)
 
@@ -221,7 +237,6 @@ def test_what_an_h200_runs() -> None:
     assert chosen(batch=52, seqlen_k=1379) == (4, 1, 1)  # 416 tiles leave as many places idle either way
     assert chosen(batch=11, heads=8, kv_heads=4, seqlen_k=64145) == (8, 1, 3)  # 132 CTAs; 88 read 12 % slower
     assert chosen(batch=32, seqlen_k=4096) == (4, 1, 1)  # 256 tiles at once: two small CTAs an SM
-    assert chosen(batch=128, seqlen_k=1024) == (4, 1, 1)
     assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 1)  # as long as they may be: 128 tiles
     assert chosen(seqused_k=True) == chosen()  # of one sequence they cannot differ
     assert chosen(seqlen_q=8) == (4, 2, 8)
@@ -232,6 +247,61 @@ def test_what_an_h200_runs() -> None:
     assert chosen(page_size=17) == chosen(tma=False, page_size=17)  # no TMA box fits such pages
     assert chosen(seqlen_q=16) == chosen(tma=False, seqlen_q=16)
     assert chosen(window_left=100, window_right=0) == (8, 1, 1)  # a window is one step
+
+
+def test_what_an_h200_runs_by_stream_k() -> None:
+    """The choices that docs/notebook/0042-stream-k.md measured as the fastest, and some that are not stream-K."""
+    assert chosen(batch=26, heads=8, kv_heads=8, seqlen_k=24000) == 128  # 208 tiles leave 56 SMs a single CTA
+    assert chosen(batch=8, heads=80, kv_heads=16, seqlen_k=20000) == (4, 1, 1)  # 128 tiles: one on each SM
+    assert chosen(batch=43, heads=28, kv_heads=4, seqlen_k=29185) == 132
+    assert chosen(batch=128, seqlen_k=1024) == 128  # four waves, the last one nearly empty
+    short = {"batch": 61, "heads": 64, "kv_heads": 16, "seqused_k": True}
+    assert chosen(seqlen_k=952, **short) == (4, 1, 1) and chosen(seqlen_k=9520, **short) == 128
+    paged = {"batch": 26, "heads": 8, "kv_heads": 8, "seqlen_k": 24000, "page_size": 16}
+    assert config_for(replace(BASE, **paged)).warp_groups == 4  # eight would spill
+    assert not config_for(replace(BASE, **paged, num_splits=3)).stream_k
+    for arch in ("sm_80", "sm_100"):
+        assert not config_for(replace(BASE, arch=arch, batch=26, heads=8, kv_heads=8, seqlen_k=24000)).stream_k
+
+
+def test_the_time_of_stream_k_by_hand() -> None:
+    """208 tiles of 188 steps on 128 CTAs, at most 3 splits of a tile: all bytes, and what is added to them."""
+    config = config_for(replace(BASE, batch=26, heads=8, kv_heads=8, seqlen_k=24000))
+    assert config.stream_k and rules.fitted_range(188, 26, 16) == (306, 2)
+    problem = replace(BASE, batch=26, heads=8, kv_heads=8, seqlen_k=24000)
+    read = 208 * 188 * 65536 / 1e6 / memory_rate.COPY_RATE
+    combine = split_kv.COMBINE_TIME + 2 * split_kv.SPLIT_TIME + split_kv.SUMS_TIME * 128 / 1000
+    assert rules._stream_time(problem, config) == pytest.approx(read + split_kv.STREAM_TIME + combine)
+    unlike = replace(problem, seqused_k=True)
+    assert rules._stream_time(unlike, config) == pytest.approx(
+        read + split_kv.STREAM_TIME + combine + split_kv.STREAM_LENGTHS_TIME
+    )
+
+
+def test_splits_are_even_where_sms_have_equally_many() -> None:
+    """Alone on an SM each, two on each, or unlike."""
+    assert all(work(tiles, 8, 264).is_even(1) for tiles in (106, 132, 251, 264))
+    assert not any(work(tiles, 8, 264).is_even(1) for tiles in (105, 133, 208, 250, 265, 528))
+    assert work(66, 8, 132).is_even(2) and not work(66, 8, 132).is_even(3)
+
+
+def test_the_rate_of_memory_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver says of an H100, of a GPU of another architecture, and what cannot be."""
+    for name, value in {"is_available": True, "device_count": 2}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(memory_rate, "arch_of", lambda device: ("sm_80", "sm_90a")[device.index])
+    rated = {0: 1.555, 1: 3.352}
+    monkeypatch.setattr(memory_rate.jit, "rated_bandwidth", lambda index: rated[index])
+    found = []
+    for arch in ("sm_90a", "sm_80", "sm_120", None):
+        memory_rate.copy_rate.cache_clear()
+        found.append(memory_rate.copy_rate(arch))
+    share, usual = memory_rate.READ_SHARE, memory_rate.COPY_RATE
+    assert found == [share * 3.352, share * 1.555, usual, usual]
+    rated[1] = 0.0
+    memory_rate.copy_rate.cache_clear()
+    assert memory_rate.copy_rate("sm_90a") == usual
+    memory_rate.copy_rate.cache_clear()
 
 
 def test_clusters_are_for_hopper() -> None:
@@ -382,13 +452,12 @@ def test_a_configuration_that_divides_keys_otherwise_is_refused(launches: list[t
 def test_stream_k_is_launched_once_an_sm(launches: list[tuple[Any, ...]]) -> None:
     q, k = torch.zeros(64, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(64, 500, 8, 128, dtype=torch.bfloat16)
     problem = AttentionProblem.from_inputs(Inputs(q, k, k)).on("sm_90a")
-    stream = rules.config_of(problem, rules.Shape(1, 8, block_n=16, tma=True, stream_k=True))
+    stream = rules.config_of(problem, rules.Shape(1, 8, stream_k=True))
     for _ in range(2):
         KERNEL.run(stream, problem, Inputs(q, k, k), torch.empty_like(q), torch.empty(64, 8, 1))
     (grid, block, _, params), _ = launches
-    assert grid == (132, 1, 1) and block == (288, 1, 1) and params.equal_lengths and params.split.out
-    assert len(described) == 2  # K and V once, whatever the number of calls
-    assert described[0].sizes == (128, 500, 8, 64) and described[0].box == (64, 128, 1, 1)
+    assert grid == (128, 1, 1)  # 16 for each head
+    assert block == (288, 1, 1) and params.equal_lengths and params.split.out and not described
 
 
 def test_rows_are_copied_by_cp_async_where_tma_cannot_read(launches: list[tuple[Any, ...]]) -> None:
@@ -407,23 +476,23 @@ def test_rows_are_copied_by_cp_async_where_tma_cannot_read(launches: list[tuple[
 ENTRY = '\nextern "C" __global__ void entry() {}\n'
 STREAM_K = """
 constexpr int MOST_TILES = 1024;
-// What the CTAs of a launch compute, as TileScheduler<true> does: a tile of sequence i has `units[i % COUNT]` steps.
+// What the CTAs of a head compute, as TileScheduler<true> does: a tile of sequence i has `units[i % COUNT]` steps.
 template <int COUNT>
 struct Launch {
     const int (&units)[COUNT];
-    const int sequences, heads, ctas;
+    const int sequences, ctas;
     const bool equal;
     int each = 0, stride[MOST_TILES] = {}, begin[MOST_TILES] = {}, total = 0;
 
-    __device__ constexpr Launch(const int (&lengths)[COUNT], int sequence_count, int head_count, int cta_count)
-        : units(lengths), sequences(sequence_count), heads(head_count), ctas(cta_count), equal(COUNT == 1) {
+    __device__ constexpr Launch(const int (&lengths)[COUNT], int sequence_count, int cta_count)
+        : units(lengths), sequences(sequence_count), ctas(cta_count), equal(COUNT == 1) {
         int steps = 0;
-        for (int i = 0; i < sequences * heads; ++i) steps += units[i / heads % COUNT];
+        for (int i = 0; i < sequences; ++i) steps += units[i % COUNT];
         each = ceil_div(steps, ctas);
-        const StreamRanges ranges(units[0], sequences * heads, ctas);
+        const StreamRanges ranges(units[0], sequences, ctas);
         if (equal) each = ranges.each;
-        for (int i = 0; i < sequences * heads; ++i) {
-            begin[i] = total, stride[i] = equal ? ranges.stride : units[i / heads % COUNT];
+        for (int i = 0; i < sequences; ++i) {
+            begin[i] = total, stride[i] = equal ? ranges.stride : units[i % COUNT];
             total += stride[i];
         }
     }
@@ -436,13 +505,13 @@ struct Launch {
             int unit = cta * each < total ? cta * each : total, mine = 0;
             const int end = unit + each < total ? unit + each : total;
             while (unit < end) {
-                while (tile + 1 < sequences * heads && unit >= begin[tile] + stride[tile]) {
-                    if (next != units[tile / heads % COUNT] || split != splits) return false;
+                while (tile + 1 < sequences && unit >= begin[tile] + stride[tile]) {
+                    if (next != units[tile % COUNT] || split != splits) return false;
                     ++tile, next = 0, split = 0, splits = 0;
                 }
                 const int from = unit - begin[tile], rest = end - begin[tile];
                 const int to = rest < stride[tile] ? rest : stride[tile];
-                const int own = units[tile / heads % COUNT], stop = to < own ? to : own;
+                const int own = units[tile % COUNT], stop = to < own ? to : own;
                 unit = begin[tile] + to;
                 if (stop <= from) continue;
                 const StreamSplit found(begin[tile], own, from, to, each, cta);
@@ -455,8 +524,8 @@ struct Launch {
             if (mine > most) most = mine;
         }
         int all = 0;
-        for (int i = 0; i < sequences * heads; ++i) all += units[i / heads % COUNT];
-        return tile == sequences * heads - 1 && steps == all && next == units[tile / heads % COUNT] &&
+        for (int i = 0; i < sequences; ++i) all += units[i % COUNT];
+        return tile == sequences - 1 && steps == all && next == units[tile % COUNT] &&
                split == splits && most * 16 <= ceil_div(all, ctas) * 17;
     }
 };
@@ -473,21 +542,26 @@ def evaluated(checks: list[str]) -> None:
 def test_stream_k_covers_every_step_once() -> None:
     draw, checks = random.Random(5), []
     for number in range(60):
-        batch, heads, ctas = draw.choice((1, 2, 16, 70)), draw.choice((1, 3, 8)), draw.choice((1, 7, 132, 264))
+        batch, ctas = draw.choice((1, 2, 16, 70)) * draw.choice((1, 3, 8)), draw.choice((1, 7, 16, 132))
         longest = draw.choice((1, 8, 64, 513))
         units = [draw.randint(1, longest) for _ in range(1 if number % 2 else draw.randint(2, 40))]
         checks.append(
             f"constexpr int units_{number}[] = {{{', '.join(map(str, units))}}};\n"
-            f"static_assert(Launch<{len(units)}>(units_{number}, {batch}, {heads}, {ctas}).right());"
+            f"static_assert(Launch<{len(units)}>(units_{number}, {batch}, {ctas}).right());"
         )
     evaluated(checks)
 
 
 def test_ranges_of_stream_k_end_where_tiles_end() -> None:
-    """64 sequences of 1k keys on an H200: four whole tiles for each of 128 CTAs; 8 heads of 64k: 16 splits each."""
+    """64 sequences of 1k keys and 8 heads on an H200: four whole tiles for each of 128 CTAs; one of 64k: 16 splits."""
+    drawn = random.Random(6)
+    shapes = [(8, 64, 16), (512, 1, 16)]
+    shapes += [(drawn.randint(1, 600), drawn.randint(1, 70), drawn.randint(1, 132)) for _ in range(60)]
+    found = {shape: rules.fitted_range(*shape) for shape in shapes}
+    assert found[shapes[0]] == (32, 1) and found[shapes[1]] == (32, 16)
     evaluated([
-        "static_assert(StreamRanges(8, 512, 132).each == 32 && StreamRanges(8, 512, 132).stride == 8);",
-        "static_assert(StreamRanges(512, 8, 132).each == 32 && StreamRanges(512, 8, 132).stride == 512);",
+        *(f"static_assert(StreamRanges({', '.join(map(str, shape))}).each == {found[shape][0]});" for shape in shapes),
+        "static_assert(StreamRanges(8, 64, 16).stride == 8 && StreamRanges(512, 1, 16).stride == 512);",
         "constexpr StreamSplit found(512, 512, 32, 64, 32, 17);",
         "static_assert(found.split == 1 && found.splits == 16);",
     ])  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from flashlane.bench.measure.drawn_case import PLAIN
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.decode.select import config_of
-from flashlane.kernels.decode.tables import Shape
+from flashlane.kernels.decode.tables import STREAM, Shape
 
 pytestmark = pytest.mark.gpu
 KERNEL = registry.get("decode(split-kv)")
@@ -54,10 +56,11 @@ def test_agrees_with_the_reference_in_splits_asked_for(num_splits: int) -> None:
 SHAPES = (
     Shape(1, 8),
     Shape(1, 8, tma=True, cluster=4),
-    Shape(1, 8, tma=True, stream_k=True),
-    Shape(1, 4, 2, tma=True, stream_k=True),
     Shape(2, 4, block_n=32, tma=True),
-    Shape(2, 4, block_n=32, tma=True, stream_k=True),
+    Shape(1, 8, stream_k=True),
+    Shape(1, 4, stream_k=True),
+    Shape(2, 4, stream_k=True),
+    Shape(4, 2, stream_k=True),
 )
 
 
@@ -78,6 +81,39 @@ def test_every_way_of_reading_and_sharing_agrees(shape: Shape) -> None:
         assert fault is None, f"{item}: {fault}"
         ran += 1
     assert ran > 5
+
+
+@pytest.mark.parametrize(
+    ("shape", "head_dim", "group"),
+    [
+        (rule.shape, head_dim, group)
+        for rule in STREAM["sm_90a"]
+        for head_dim in (64, 128, 192, 256)
+        for group in (1, 6, 16 * rule.shape.warps_m)
+        if rule.head_dim // 2 < head_dim <= rule.head_dim or head_dim == 64
+    ],
+)
+def test_stream_k_of_many_short_sequences(shape: Shape, head_dim: int, group: int) -> None:
+    """Tiles of fewer steps than stages, of no keys at all, and of many splits, in one launch."""
+    draw_length = random.Random(head_dim + group)
+    for longest, paged in itertools.product((40, 300, 2000), (0, 64)):
+        lengths = [draw_length.choice((0, 1, 1, draw_length.randrange(longest))) for _ in range(70)]
+        lengths[draw_length.randrange(70)] = 2000
+        case = replace(
+            PLAIN, lengths=tuple((1, length) for length in lengths), kv_heads=3, group=group, head_dim=head_dim,
+            head_dim_v=head_dim, used=True, page=paged, unowned="nan", seed=longest,
+        )  # fmt: skip
+        problem, inputs = Drawn(case, torch.bfloat16).build(CUDA)
+        config = config_of(problem, shape)
+        assert config is not None
+        first = None
+        for _ in range(3):
+            out, lse = poisoned(problem, inputs)
+            KERNEL.run(config, problem, inputs, out, lse, debug=True)
+            fault = faults(problem, inputs, out, lse) if first is None else None
+            assert fault is None, f"{config.describe()} up to {longest} keys: {fault}"
+            assert first is None or torch.equal(out, first)
+            first = out
 
 
 LONG = Drawn(

@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_output(const Params& p, const WorkTile& ti
 // Combines the CTA's vectors of the output over warp groups and cluster, and stores them as output or in the workspace.
 __device__ __forceinline__ void store_split(const Params& p, const WorkTile& tile, const float* group_sums,
                                             int vectors) {
-    const long long first_row = static_cast<long long>(tile.partial(tile.split)) * BLOCK_M;
+    const long long first_row = static_cast<long long>(tile.partial(tile.split, p.kv_heads)) * BLOCK_M;
     for (int i = tile.first_vector + threadIdx.x; i < tile.end_vector; i += THREADS) {
         const int row = i / vectors, column = i % vectors * 4;
         PartialOutput sum;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& 
         if (from > tile.first_vector) consumers_sync();  // all have read the chunk before
 #pragma unroll 1
         for (int i = threadIdx.x; i < count * tile.splits; i += THREADS) {
-            const long long partial = tile.partial(i / count);
+            const long long partial = tile.partial(i / count, p.kv_heads);
             cp_async_16(sums_address + 16 * i, p.split.out + partial * tile_floats + (from + i % count) * 4, 16);
         }
         cp_async_commit();
@@ -142,7 +142,7 @@ __device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& 
             for (int i = threadIdx.x; i < tile.splits * BLOCK_M; i += THREADS) {
                 const int split = i / BLOCK_M, row = i % BLOCK_M;
                 // (Statistics of rows that other CTAs combine may not have been written yet, and are not used.)
-                const long long partial = tile.partial(split);
+                const long long partial = tile.partial(split, p.kv_heads);
                 const PartialSoftmax* source = p.split.statistics + (partial * CLUSTER + tile.rank) * BLOCK_M + row;
                 if (row < tile.rows)
                     *reinterpret_cast<float2*>(&statistics[i]) = __ldcg(reinterpret_cast<const float2*>(source));

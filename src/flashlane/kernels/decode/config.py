@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flashlane.core.arch import ELEMENTS
+from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.tile_layout import TileLayout
 
@@ -21,7 +22,7 @@ REGISTER_COLUMNS = 128
 PLANE = 64
 """Columns of a TMA box, as wide as TMA's widest swizzle (128 bytes)."""
 TILE_STAGES = 4
-"""Work tiles that the producer warp publishes ahead with stream-K."""
+"""Work tiles that the scheduler warp publishes ahead with stream-K."""
 WORK_TILE_BYTES = 144
 """Bytes of a published work tile."""
 
@@ -67,7 +68,7 @@ class DecodeConfig:
 
     @property
     def threads(self) -> int:
-        return 32 * (self.warps_m * self.warp_groups + self.tma)
+        return 32 * (self.warps_m * self.warp_groups + (self.tma or self.stream_k))
 
     @property
     def stage_bytes(self) -> int:
@@ -84,12 +85,26 @@ class DecodeConfig:
     @property
     def max_splits(self) -> int:
         """The most splits of an output tile: their statistics and some of their sums lie where the sums were."""
-        return self.stage_bytes // self._split_bytes if self.tma else MAX_SPLITS
+        if self.tma:
+            return self.stage_bytes // self._split_bytes
+        return SMS if self.stream_k else MAX_SPLITS
 
     @property
     def scratch(self) -> int:
         """Bytes of shared memory in which a CTA's sums, and then those of splits, are combined."""
+        if self.stream_k:
+            return self._least_scratch if self._own_scratch else self.warp_groups * self.stage_bytes
         return self.stage_bytes if self.tma else self.regions["stages"]
+
+    @property
+    def _least_scratch(self) -> int:
+        """Bytes that the warp groups' sums need, and the statistics and some sums of the most splits."""
+        return max(self.group_sums, self.max_splits * self._split_bytes)
+
+    @property
+    def _own_scratch(self) -> bool:
+        """With stream-K: whether the scratch memory does not fit that of a step's keys."""
+        return self.stream_k and self._least_scratch > self.warp_groups * self.stage_bytes
 
     @property
     def _split_bytes(self) -> int:
@@ -103,12 +118,13 @@ class DecodeConfig:
     @cached_property
     def regions(self) -> dict[str, int]:
         """Bytes of each member of ``SharedStorage``, in order."""
-        stages = self.stages * self.stage_bytes
-        if not self.tma:
-            stages = max(self.warp_groups * stages, self.group_sums, self.max_splits * self._split_bytes)
+        stages = self.stages * self.stage_bytes * (1 if self.tma else self.warp_groups)
+        if not self.tma and not self.stream_k:
+            stages = max(stages, self._least_scratch)
         regions = {
             "stages": stages,
-            "queries": TileLayout(self.head_dim, True).bytes(self.rows),
+            "queries": TileLayout(self.head_dim, True).bytes(self.rows) * (2 if self.stream_k else 1),
+            "scratch": self._least_scratch if self._own_scratch else 0,
             "cta_sums": self.rows * 8 + self._sum_bytes if self.cluster > 1 else 0,
             "statistics": self.warp_groups * self.rows * 8,
             "arrival": 16,

@@ -134,6 +134,85 @@ __device__ __forceinline__ void clear_out_of_bounds_rows(u32 v_tile, const KeyRa
     lane.group_sync();
 }
 
+// Copies a warp group's tiles of keys by cp.async.
+// (Small CTAs of which an SM has several hide each other's trips: there looking up by lanes is 0.4 to 1 % slower.)
+using Reader = PagedTileReader<cfg::PAGES, BLOCK_N, GROUP_THREADS, cfg::MIN_BLOCKS == 1, Element>;
+__device__ __forceinline__ Reader reader_of(const Params& p, const WorkTile& tile) {
+    const AttentionParams<Element>& a = p.attention;
+    const CacheSeqlenInfo& sequence = tile.sequence;
+    const long long k = tile.kv_head * a.k_head + sequence.k_start * a.k_row;
+    const long long v = tile.kv_head * a.v_head + sequence.k_start * a.v_row;
+    return {a.k + k + (PAGED ? 0 : sequence.cache_row * a.k_batch),
+            a.v + v + (PAGED ? 0 : sequence.cache_row * a.v_batch),
+            a.k_batch, a.v_batch, a.k_row, a.v_row, sequence.table, p.seqlen, tile.keys.first, tile.keys.end,
+            static_cast<int>(threadIdx.x) % GROUP_THREADS, 0, 0};
+}
+
+// The first key of a warp group's tile in a step.
+__device__ __forceinline__ int key_of(int step, const Lane& lane) { return step * STEP + lane.warp_group * BLOCK_N; }
+
+// The queries of a tile, by the parity of its place in the queue.
+__device__ __forceinline__ int queries_offset(const TileQueueState& queue) {
+    return offsetof(SharedStorage, queries) + queue.index % QUERY_STAGES * QUERY_BYTES;
+}
+
+// With stream-K: copies the keys of a warp group STAGES - 1 steps ahead, of one published work tile after another, so
+// that the copies go on while a tile ends. A tile takes STAGES steps or more, so that the queries of the tile after the
+// next one are not copied before it has ended.
+struct KeyLoader {
+    const Params& p;
+    const u32 shared;
+    const Lane lane;
+    TileQueueState queue;  // the tile whose keys are copied
+    Reader reader;
+    int first_step, step, steps;  // of the tile: its first step, the next one from there, and how many there are
+    int left;                     // steps until the next tile, with those that copy nothing; negative: there is none
+    u32 stage;                    // the next step's, an offset
+
+    __device__ __forceinline__ static int all_steps(const WorkTile& tile) { return max(tile.steps, STAGES); }
+
+    __device__ __forceinline__ KeyLoader(const Params& params, u32 base)
+        : p(params), shared(base), reader(reader_of(params, published())), stage(0) {
+        begin();
+#pragma unroll 1
+        for (int i = 0; i < STAGES - 1; ++i) load();
+    }
+
+    __device__ __forceinline__ const WorkTile& published() const {
+        mbarrier_wait(queue_full(shared, queue.index), queue.phase);
+        return *published_tile(queue.index);
+    }
+    __device__ __forceinline__ int key() const { return key_of(first_step + step, lane); }
+
+    // Begins with the queue's tile, and copies its queries. A tile without steps is the last one.
+    __device__ __forceinline__ void begin() {
+        const WorkTile& tile = published();
+        first_step = tile.step, step = 0, steps = tile.steps, left = all_steps(tile);
+        if (steps == 0) {
+            left = -1;
+            return;
+        }
+        const Reader next = reader_of(p, tile);
+        reader.k = next.k, reader.v = next.v, reader.table = next.table, reader.first = next.first;
+        reader.end = next.end;
+        load_queries(shared + queries_offset(queue), p, tile);
+        reader.template look_up<STEP>(0, key());
+    }
+
+    // Copies a step into the next stage, and looks up the pages of the one after it.
+    __device__ __forceinline__ void load() {
+        const AttentionParams<Element>& a = p.attention;
+        const u32 k_tile = shared + lane.warp_group * GROUP_STRIDE + stage;
+        if (step < steps)
+            reader.template copy<LayoutK, LayoutV>(k_tile, k_tile + K_BYTES, step, key(), a.head_dim, a.head_dim_v);
+        cp_async_commit();
+        stage = stage == (STAGES - 1) * STAGE_STRIDE ? 0 : stage + STAGE_STRIDE;
+        ++step;
+        if (--left == 0) queue.advance(), begin();
+        else if (step < steps) reader.template look_up<STEP>(step, key());
+    }
+};
+
 // One work tile, as one warp group computes it.
 struct Consumer {
     const Params& p;
@@ -148,28 +227,26 @@ struct Consumer {
     const TileCursor<LayoutV> v_cursor;
     const Mask mask;
     const float scale_log2;
-    Queries queries;
+    Queries q;
     float slopes[2];   // of the two rows' heads
     State state;
 
-    __device__ __forceinline__ Consumer(const Params& params, const WorkTile& work_tile, u32 base)
+    __device__ __forceinline__ Consumer(const Params& params, const WorkTile& work_tile, u32 base, int queries)
         : p(params), tile(work_tile), shared(base), first_step(work_tile.step), steps(work_tile.steps),
           keys(work_tile.keys),
-          tiles(TMA ? lane.warp_group * BLOCK_N * LayoutK::STRIDE : lane.warp_group * PIPELINE_BYTES),
-          q_cursor(base + offsetof(SharedStorage, queries), lane.warp_m * 16 + lane.lane % 16, lane.lane / 16),
+          tiles(lane.warp_group * (TMA ? BLOCK_N * LayoutK::STRIDE : GROUP_STRIDE)),
+          q_cursor(base + queries, lane.warp_m * 16 + lane.lane % 16, lane.lane / 16),
           k_cursor(base + tiles, lane.lane % 8 + lane.lane / 16 * 8, lane.lane / 8 % 2),
           v_cursor(base + tiles + K_BYTES, lane.lane % 16, lane.lane / 16), mask(work_tile.mask(params)),
           scale_log2(Score::late_scale(params.score)) {}
 
-    __device__ __forceinline__ int key_of(int i) const { return (first_step + i) * STEP + lane.warp_group * BLOCK_N; }
-
-    __device__ __forceinline__ void load_q() const { load_queries(shared + offsetof(SharedStorage, queries), p, tile); }
+    __device__ __forceinline__ int key(int i) const { return key_of(first_step + i, lane); }
 
     __device__ __forceinline__ void read_q() {
         consumers_sync();  // all of Q is there
         if constexpr (cfg::Q_IN_REGISTERS)
 #pragma unroll
-            for (int step = 0; step < QK_STEPS; ++step) ldmatrix_x4(queries[step], q_cursor.at(0, 0, step * 2));
+            for (int step = 0; step < QK_STEPS; ++step) ldmatrix_x4(q[step], q_cursor.at(0, 0, step * 2));
     }
 
     __device__ __forceinline__ void reset() {
@@ -214,7 +291,7 @@ struct Consumer {
     __device__ __forceinline__ void attend(int key, u32 stage) {
         const int column = key + lane.quad_column * 2;
         Scores s;
-        gemm_qk(s, queries, q_cursor, k_cursor, stage);
+        gemm_qk(s, q, q_cursor, k_cursor, stage);
         if constexpr (Score::TRANSFORMED) transform(s, column);
         if (key < keys.unmasked_first || key + BLOCK_N > keys.unmasked_end) apply_mask(s, column);
         if (TMA && (key < keys.first || key + BLOCK_N > keys.end))
@@ -224,9 +301,10 @@ struct Consumer {
     }
 
     // Loops over the stages that the producer warp fills. Returns the last stage, which is not released.
-    __device__ __forceinline__ int attend_all_by_tma(PipelineState<STAGES>& pipeline) {
+    __device__ __forceinline__ int attend_all_by_tma() {
+        PipelineState<STAGES> pipeline;
         int last = 0;
-        load_q();
+        load_queries(shared + offsetof(SharedStorage, queries), p, tile);
         cp_async_commit();
         reset();
         cp_async_wait<0>();
@@ -236,7 +314,7 @@ struct Consumer {
             last = pipeline.index;
             mbarrier_wait(stage_full(shared, last), pipeline.phase);
             pipeline.advance();
-            attend(key_of(i), last * STAGE_BYTES);
+            attend(key(i), last * STAGE_BYTES);
             __syncwarp();
             if (i + 1 < steps) mbarrier_arrive_warp(stage_empty(shared, last), lane.lane);
         }
@@ -247,28 +325,20 @@ struct Consumer {
     // that runs once costs its fetch from memory.
     __device__ __forceinline__ void attend_all_by_cp_async() {
         const AttentionParams<Element>& a = p.attention;
-        const CacheSeqlenInfo& sequence = tile.sequence;
-        // (Small CTAs of which an SM has several hide each other's trips: there it is 0.4 to 1 % slower.)
-        using Reader = PagedTileReader<cfg::PAGES, BLOCK_N, GROUP_THREADS, cfg::MIN_BLOCKS == 1, Element>;
-        const long long k_base = tile.kv_head * a.k_head + sequence.k_start * a.k_row;
-        const long long v_base = tile.kv_head * a.v_head + sequence.k_start * a.v_row;
-        Reader reader{a.k + k_base + (PAGED ? 0 : sequence.cache_row * a.k_batch),
-                      a.v + v_base + (PAGED ? 0 : sequence.cache_row * a.v_batch),
-                      a.k_batch, a.v_batch, a.k_row, a.v_row, sequence.table, p.seqlen, keys.first, keys.end,
-                      static_cast<int>(threadIdx.x) % GROUP_THREADS, 0, 0};
+        Reader reader = reader_of(p, tile);
         const auto look_up = [&](int i) {
-            if (i < steps) reader.template look_up<STEP>(i, key_of(i));
+            if (i < steps) reader.template look_up<STEP>(i, key(i));
         };
         const auto load = [&](int i, u32 stage) {
             const u32 k_tile = shared + tiles + stage;
             if (i < steps)
-                reader.template copy<LayoutK, LayoutV>(k_tile, k_tile + K_BYTES, i, key_of(i), a.head_dim,
+                reader.template copy<LayoutK, LayoutV>(k_tile, k_tile + K_BYTES, i, key(i), a.head_dim,
                                                        a.head_dim_v);
             cp_async_commit();
         };
         const auto after = [](u32 stage) { return stage == (STAGES - 1) * STAGE_BYTES ? 0 : stage + STAGE_BYTES; };
         look_up(0);
-        load_q();
+        load_queries(shared + offsetof(SharedStorage, queries), p, tile);
         reset();
         u32 stage = 0, free_stage = 0;  // offsets
 #pragma unroll 1
@@ -282,10 +352,27 @@ struct Consumer {
             free_stage = after(free_stage);
             if (i < 0) continue;
             if (i == 0) read_q();  // Q came with the first tiles
-            attend(key_of(i), stage);
+            attend(key(i), stage);
             stage = after(stage);
         }
         cp_async_wait<0>();
+    }
+
+    // Loops over the stages that a loader fills. Returns the stage of the last step, which is free.
+    __device__ __forceinline__ u32 attend_all_ahead(KeyLoader& loader) {
+        const int all = KeyLoader::all_steps(tile);
+        u32 stage = 0;
+        reset();
+#pragma unroll 1
+        for (int i = 0; i < all; ++i) {
+            cp_async_wait<STAGES - 2>();
+            lane.group_sync();  // the tile is there for the whole warp group, which has read the one before it
+            stage = loader.stage == (STAGES - 1) * STAGE_STRIDE ? 0 : loader.stage + STAGE_STRIDE;
+            loader.load();
+            if (i == 0) read_q();  // Q came with the first tiles
+            if (i < steps) attend(key(i), stage);
+        }
+        return stage;
     }
 
     // Stores the warp group's statistics and unnormalised output in shared memory.

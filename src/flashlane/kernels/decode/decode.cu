@@ -7,7 +7,8 @@
 // A warp group is WARPS_M warps of 16 rows each. It has an online softmax of its own; at the end the sums of all warp
 // groups are combined (combine.cuh). There are two ways of loading keys:
 //
-//     cp.async  each warp group copies its tiles into a pipeline of its own: whole rows, at any addresses
+//     cp.async  each warp group copies its tiles into a pipeline of its own: whole rows, at any addresses; with
+//               stream-K it copies the next work tile's while this one ends, and a scheduler warp says which that is
 //     TMA       a producer warp fills one pipeline with the tiles of all warp groups (producer.cuh)
 //
 // A CTA's code outside the loop runs once, and is fetched from memory for it, so that code is kept short.
@@ -20,45 +21,51 @@ __device__ __forceinline__ void init_barriers(u32 shared, const Maps& maps) {
         mbarrier_init(stage_full(shared, i), 1);
         mbarrier_init(stage_empty(shared, i), WARP_GROUPS * WARPS_M * WARP_ARRIVALS);
     }
-    if constexpr (STREAM_K) {
-        for (int i = 0; i < TILE_STAGES; ++i) {
-            mbarrier_init(queue_full(shared, i), 1);
-            mbarrier_init(queue_empty(shared, i), WARP_GROUPS * WARPS_M * WARP_ARRIVALS);
-        }
-    }
     fence_mbarrier_init();
     tma_prefetch(maps.k), tma_prefetch(maps.v);
 }
 
-// The loop of a consumer warp: work tile after work tile with stream-K, else one.
+__device__ __forceinline__ void init_queue(u32 shared) {
+    for (int i = 0; i < TILE_STAGES; ++i) {
+        mbarrier_init(queue_full(shared, i), 1);
+        mbarrier_init(queue_empty(shared, i), WARP_GROUPS * WARPS_M * WARP_ARRIVALS);
+    }
+}
+
+// Combines what the warp groups of a CTA computed.
+__device__ __forceinline__ void finish(const Params& p, const WorkTile& tile, const Consumer& consumer,
+                                       unsigned char* scratch) {
+    consumers_sync();  // no warp group reads keys there any more
+    consumer.store_sums(reinterpret_cast<float*>(scratch));
+    consumers_sync();
+    combine(p, tile, scratch);
+}
+
+// Consumer warps without stream-K: one work tile.
 __device__ __forceinline__ void consume(const Params& p, u32 shared) {
-    PipelineState<STAGES> pipeline;
-    TileQueueState queue;
-    WorkTile own;
-    do {
-        if constexpr (STREAM_K) mbarrier_wait(queue_full(shared, queue.index), queue.phase);
-        else if (!TileScheduler<false>(p).next(own)) return;
-        const WorkTile& tile = *work_tile(queue, own);
-        if (STREAM_K && tile.steps == 0) return;
+    WorkTile tile;
+    if (!TileScheduler<false>(p).next(tile)) return;
+    Consumer consumer(p, tile, shared, offsetof(SharedStorage, queries));
+    int last = 0;  // the stage of the last step
+    if constexpr (TMA) last = consumer.attend_all_by_tma();
+    else consumer.attend_all_by_cp_async();
+    finish(p, tile, consumer, shared_memory + last * STAGE_BYTES);
+}
 
-        Consumer consumer(p, tile, shared);
-        int last = 0;  // the stage of the last step
-        if constexpr (TMA) last = consumer.attend_all_by_tma(pipeline);
-        else consumer.attend_all_by_cp_async();
-
-        unsigned char* scratch = shared_memory + (TMA ? last * STAGE_BYTES : 0);
-        consumers_sync();  // no warp group reads keys there any more
-        consumer.store_sums(reinterpret_cast<float*>(scratch));
-        consumers_sync();
-        combine(p, tile, scratch);
-        if constexpr (STREAM_K) {  // release the stage and the work tile
-            fence_proxy_async();
-            __syncwarp();
-            mbarrier_arrive_warp(stage_empty(shared, last), consumer.lane.lane);
-            mbarrier_arrive_warp(queue_empty(shared, queue.index), consumer.lane.lane);
-            queue.advance();
-        }
-    } while (STREAM_K);
+// Consumer warps with stream-K: work tile after work tile.
+__device__ __forceinline__ void consume_stream(const Params& p, u32 shared) {
+    KeyLoader loader(p, shared);
+    for (TileQueueState queue;; queue.advance()) {
+        mbarrier_wait(queue_full(shared, queue.index), queue.phase);
+        const WorkTile& tile = *published_tile(queue.index);
+        if (tile.steps == 0) break;
+        Consumer consumer(p, tile, shared, queries_offset(queue));
+        const u32 free_stage = consumer.attend_all_ahead(loader);
+        finish(p, tile, consumer, shared_memory + (OWN_SCRATCH ? scratch_offset() : free_stage));
+        consumers_sync();  // all have read the sums, where keys of the next tile come
+        mbarrier_arrive_warp(queue_empty(shared, queue.index), consumer.lane.lane);
+    }
+    cp_async_wait<0>();
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -73,14 +80,19 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(CTA_THREADS, cfg::MIN_BLO
     decode_attention(const __grid_constant__ Params p, const __grid_constant__ Maps maps) {
     wait_for_kernel_before();
     const u32 shared = shared_address(shared_memory);
-    if constexpr (TMA) {
-        if (threadIdx.x == THREADS) init_barriers(shared, maps);
+    if constexpr (TMA || STREAM_K) {
+        if (threadIdx.x == THREADS) {
+            if constexpr (TMA) init_barriers(shared, maps);
+            else init_queue(shared);
+        }
         __syncthreads();
         if (Lane().warp_group == WARP_GROUPS) {
-            Producer{p, maps, shared}.run();
+            if constexpr (TMA) Producer{p, maps, shared}.run();
+            else publish_tiles(p, shared);
             return;
         }
     }
     store_tail_rows(p);
-    consume(p, shared);
+    if constexpr (STREAM_K) consume_stream(p, shared);
+    else consume(p, shared);
 }

@@ -1,6 +1,5 @@
 // The producer warp loads each step's K and V by TMA into the pipeline's next stage, in boxes of 64 columns, with
-// the 128-byte swizzle that LayoutK and LayoutV have. It looks pages up a step ahead. With stream-K it is the
-// scheduler warp, too.
+// the 128-byte swizzle that LayoutK and LayoutV have. It looks pages up a step ahead.
 #pragma once
 #include "attention/pipeline.cuh"
 #include "decode/tile_scheduler.cuh"
@@ -69,26 +68,8 @@ struct Producer {
         }
     }
 
-    // Publishes the next work tile for the warp groups; a tile without steps ends their loop.
-    __device__ __forceinline__ void publish(TileQueueState& queue, const WorkTile& tile) const {
-        mbarrier_wait(queue_empty(base, queue.index), queue.phase ^ 1);
-        if (lane == 0) {
-            *published_tile(queue.index) = tile;
-            mbarrier_arrive(queue_full(base, queue.index));
-        }
-        queue.advance();
-    }
-
     __device__ __forceinline__ void run() {
-        TileScheduler<STREAM_K> scheduler(p);
         WorkTile tile;
-        if constexpr (STREAM_K) {
-            TileQueueState queue;
-            while (scheduler.next(tile)) publish(queue, tile), load_tile(tile);
-            tile.steps = 0;
-            publish(queue, tile);
-        } else if (scheduler.next(tile)) {
-            load_tile(tile);
-        }
+        if (TileScheduler<false>(p).next(tile)) load_tile(tile);
     }
 };

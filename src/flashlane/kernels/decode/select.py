@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from flashlane import jit
@@ -16,6 +15,7 @@ from flashlane.kernels.decode.tables import (
     MAX_TILE_ROWS,
     PREFERRED,
     SHAPES,
+    STREAM,
     TMA_CLUSTER,
     WAVE,
     Shape,
@@ -24,12 +24,16 @@ from flashlane.kernels.decode.tables import (
     Workload,
 )
 from flashlane.kernels.grid_cost import sms_of
+from flashlane.kernels.memory_rate import copy_rate
 from flashlane.kernels.score import ScoreConfig
-from flashlane.kernels.split_kv import Work, lengths_differ, split_count
+from flashlane.kernels.split_kv import STREAM_LENGTHS_TIME, UNEVEN, UNLIKE, Work, lengths_differ, split_count
 
 IN_FLIGHT = 96 << 10
 """Bytes of K and V that an SM should have in flight. An H200's SM takes 32.5 bytes a nanosecond at the copy rate, and a
 load from device memory takes about 1000 ns under load: 32 KiB would just suffice."""
+STREAM_IN_FLIGHT = 64 << 10
+"""The same with stream-K. 128 KiB were up to 2.8 % slower than 64 on an H200 and an H100, 0.8 % in the mean
+(benchmarks/archive/decode_stream_k_ctas.json)."""
 MAX_STAGES = 8
 BOX_UNIT = 8
 """Rows of the pattern of TMA's widest swizzle: the fewest rows of a box."""
@@ -77,12 +81,16 @@ def config_for(problem: AttentionProblem, tma: bool = True) -> DecodeConfig | No
     wanted = (s for s in shapes if not s.tma or cluster_size(problem, s, 16 * s.warps_m) >= TMA_CLUSTER)
     found = (config_of(problem, shape) for shape in wanted)
     first = next((config for config in found if config is not None), None)
-    if first is None or first.cluster > 1 or problem.num_splits or lengths_differ(problem):
+    if first is None or problem.num_splits:
         return first
-    if 2 * output_tiles(problem, first.rows) < sms_of(problem.arch):
-        return first
-    others = (config_of(problem, replace(shape, cluster=1)) for shape in compared_shapes(problem, first))
-    return _fastest(problem, [first, *(other for other in others if other is not None)])
+    if first.cluster == 1 and not lengths_differ(problem):
+        if 2 * output_tiles(problem, first.rows) >= sms_of(problem.arch):
+            others = (config_of(problem, replace(shape, cluster=1)) for shape in compared_shapes(problem, first))
+            first = min((first, *filter(None, others)), key=lambda config: _split_time(problem, config))
+    stream = _stream_config(problem)
+    if stream is not None and _stream_time(problem, stream) < _split_time(problem, first, likely=True):
+        return stream
+    return first
 
 
 def compared_shapes(problem: AttentionProblem, config: DecodeConfig) -> Shapes:
@@ -125,12 +133,9 @@ def config_of(problem: AttentionProblem, shape: Shape) -> DecodeConfig | None:
         stream_k=shape.stream_k,
         box_rows=box_rows(problem, shape.block_n * shape.warp_groups) if shape.tma else 0,
     )
-    if shape.tma and (
-        problem.arch not in PREFERRED
-        or config.pages == "any"
-        or config.group_sums > config.stage_bytes
-        or (shape.stream_k and not _takes_stream_k(problem, config))
-    ):
+    if shape.stream_k and not _takes_stream_k(problem, config):
+        return None
+    if shape.tma and (problem.arch not in PREFERRED or config.pages == "any" or config.group_sums > config.stage_bytes):
         return None
     most = MAX_STAGES if shape.tma else stages_wanted(config)
     for stages in range(most, 1, -1):
@@ -169,9 +174,10 @@ def cluster_size(problem: AttentionProblem, shape: Shape, rows: int) -> int:
 
 
 def stages_wanted(config: DecodeConfig) -> int:
-    """Stages that keep :data:`IN_FLIGHT` bytes of an SM in flight: all but the one that is being read."""
+    """Stages that keep the wanted bytes of an SM in flight: all but the one that is being read."""
     one = config.min_blocks * config.warp_groups * config.stage_bytes
-    return max(2, min(MAX_STAGES, 1 + -(-IN_FLIGHT // one)))
+    wanted = STREAM_IN_FLIGHT if config.stream_k else IN_FLIGHT
+    return max(2, min(MAX_STAGES, 1 + -(-wanted // one)))
 
 
 TILE_TIME, COLUMNS_TIME, WARP_TIME = 0.209, 0.263, 0.097
@@ -191,6 +197,7 @@ def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, residen
         tiles, -(-keys_of(problem) // (config.step * config.cluster)), max(1, held), sms,
         config.cluster * config.step * 2 * (config.head_dim + config.head_dim_v), time,
         min(config.rows, problem.rows_of_kv_head) * config.head_dim_v, of_one, scratch=config.scratch, rows=config.rows,
+        copy_rate=copy_rate(problem.arch),
     )  # fmt: skip
 
 
@@ -208,19 +215,64 @@ def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resi
     return split_count(work, most)
 
 
-def _fastest(problem: AttentionProblem, configs: Sequence[DecodeConfig]) -> DecodeConfig:
-    """The configuration with the least predicted time."""
-    sms = sms_of(problem.arch)
+def _split_time(problem: AttentionProblem, config: DecodeConfig, likely: bool = False) -> float:
+    """The predicted time of a configuration with the number of splits that it would have.
 
-    def time(config: DecodeConfig) -> float:
-        tiles = output_tiles(problem, config.rows)
-        work = work_of(problem, config, tiles, sms * config.min_blocks, sms)
-        return work.microseconds(split_count(work, config.max_splits))
+    Args:
+        problem: the attention problem.
+        config: the configuration.
+        likely: whether it is that of the fastest of several.
+    """
+    tiles, sms = output_tiles(problem, config.rows), sms_of(problem.arch)
+    resident = sms * config.min_blocks
+    work, splits = work_of(problem, config, tiles, resident, sms), splits_for(problem, config, tiles, resident)
+    factor = 1.0
+    if likely and lengths_differ(problem):
+        factor = UNLIKE
+    elif likely and config.cluster == 1 and not work.is_even(splits):
+        factor = UNEVEN
+    return work.microseconds(splits) * factor
 
-    return min(configs, key=time)
+
+def _stream_config(problem: AttentionProblem) -> DecodeConfig | None:
+    """The configuration of stream-K, or None where there is none for the problem."""
+    largest = max(problem.head_dim, problem.head_dim_v)
+    for rule in STREAM.get(problem.arch, ()):
+        if largest <= rule.head_dim and problem.rows_of_kv_head <= rule.rows and (rule.pages or not problem.paged):
+            return config_of(problem, rule.shape) if problem.kv_heads <= sms_of(problem.arch) else None
+    return None
+
+
+def _stream_time(problem: AttentionProblem, config: DecodeConfig) -> float:
+    """The predicted time of stream-K, where all sequences are as long as they may be."""
+    tiles, sms = output_tiles(problem, config.rows), sms_of(problem.arch)
+    work, ctas = work_of(problem, config, tiles, sms, sms), stream_k_ctas(problem, config, sms)
+    _, splits = fitted_range(max(1, work.steps), problem.batch, ctas // problem.kv_heads)
+    return work.stream_microseconds(ctas, splits) + STREAM_LENGTHS_TIME * lengths_differ(problem)
+
+
+def fitted_range(steps: int, tiles: int, ranges: int) -> tuple[int, int]:
+    """Steps of a range of stream-K, and the most splits of a tile: ``StreamRanges`` of ``tile_scheduler.cuh``.
+
+    Args:
+        steps: of each of a head's tiles.
+        tiles: of a head.
+        ranges: into which they are divided.
+    """
+    each = -(-steps * tiles // ranges)
+    splits = steps // each if each < steps else 1
+    fitting = -(-steps // splits) if each < steps else -(-each // steps) * steps
+    if 16 * fitting <= 17 * each:
+        return fitting, splits
+    return each, -(-steps // each) + 1
 
 
 def stream_k_ctas(problem: AttentionProblem, config: DecodeConfig, resident: int) -> int:
-    """CTAs of stream-K on a GPU that holds ``resident``: no more than there are steps, or splits of a tile."""
-    steps = problem.batch * problem.kv_heads * max(1, -(-problem.seqlen_k // config.step))
-    return max(1, min(resident, steps, config.max_splits))
+    """CTAs of stream-K on a GPU that holds ``resident``, as many for each KV head.
+
+    No more than a head has steps, and than splits of a tile can be combined: a tile of one length has at most two more
+    than its share of the CTAs; otherwise a single tile may have all steps.
+    """
+    steps = problem.batch * max(1, -(-problem.seqlen_k // config.step))
+    most = config.max_splits if lengths_differ(problem) else (config.max_splits - 2) * problem.batch
+    return problem.kv_heads * max(1, min(resident // problem.kv_heads, steps, most))

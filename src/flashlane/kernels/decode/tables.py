@@ -81,9 +81,8 @@ COMPARED: tuple[tuple[int, int, Shapes], ...] = (
 
 
 # Shapes that are preferred where the architecture has TMA: it loads short sequences, whose keys are divided over a
-# cluster. cp.async loads longer ones faster, and stream-K was nowhere faster
-# (benchmarks/results/decode_candidates.json). A warp group's tile has as many keys as rows, so that its sums fit where
-# its tiles were; tiles of 64 keys and rows would need too many registers.
+# cluster. cp.async loads longer ones faster (benchmarks/results/decode_candidates.json). A warp group's tile has as
+# many keys as rows, so that its sums fit where its tiles were; tiles of 64 keys and rows would need too many registers.
 PREFERRED: dict[str, Table] = {
     "sm_90a": tuple(
         (
@@ -126,3 +125,29 @@ CLUSTERS: dict[str, tuple[Cluster, ...]] = {
     "sm_90a": (Cluster(8, 15, 15, 8), Cluster(4, 30, 30, 5), Cluster(2, 66, 66, 8), Cluster(2, 66, 66, 1 << 30, 9))
 }
 """The clusters of each architecture, the preferred one first."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The shape that stream-K has, one CTA an SM."""
+
+    head_dim: int
+    """The largest head dim."""
+    rows: int
+    """Query rows of a KV head up to which it is used."""
+    shape: Shape
+    pages: bool = True
+    """Whether it has the registers that pages need."""
+
+
+STREAM: dict[str, tuple[Stream, ...]] = {
+    "sm_90a": (
+        Stream(64, 16, Shape(1, 8, stream_k=True)),
+        Stream(128, 16, Shape(1, 8, stream_k=True), pages=False),
+        Stream(256, 16, Shape(1, 4, stream_k=True)),
+        Stream(128, 32, Shape(2, 4, stream_k=True)),
+        Stream(256, 32, Shape(2, 2, stream_k=True)),
+    )
+}
+"""The shapes of stream-K of each architecture; the first that a problem can have is compared with the tables' choice.
+Warp groups of more rows are left to the Hopper forward."""

@@ -5,7 +5,7 @@
 // be split over CTAs. There are two schedulers:
 //
 //     one tile    each output tile has at most `splits` splits; a CTA, or a cluster of CTAs, computes one of them
-//     stream-K    the steps of all output tiles, laid end to end, are divided into equal ranges; a CTA computes one:
+//     stream-K    the steps of a head's output tiles, end to end, are divided into equal ranges; a CTA computes one:
 //
 //               |<---- tile 0 ---->|<- tile 1 ->|<-------- tile 2 --------->|
 //               |<--- CTA 0 --->|<--- CTA 1 --->|<--- CTA 2 --->|<-- CTA 3 -->|
@@ -56,9 +56,9 @@ struct WorkTile {
     }
     // The index of a split's partial result in the workspace. With stream-K a CTA has two partial results: one of the
     // tile in which its range begins, and one of the tile in which it ends.
-    __device__ __forceinline__ int partial(int of_split) const {
-        if constexpr (STREAM_K) return of_split == 0 ? first_partial : later_partials + 2 * of_split;
-        else return first_partial + of_split;
+    __device__ __forceinline__ int partial(int of_split, int kv_heads) const {
+        if constexpr (!STREAM_K) return first_partial + of_split;
+        return (of_split == 0 ? first_partial : later_partials + 2 * of_split) * kv_heads + kv_head;
     }
     __device__ __forceinline__ void set_rows(const Params& p, int m_block) {
         first_token = first_head = 0;
@@ -73,17 +73,11 @@ struct WorkTile {
     }
 };
 
-// The queue of work tiles that the producer warp publishes for the warp groups.
+// The queue of work tiles that the scheduler warp publishes for the warp groups, with stream-K.
 static_assert(sizeof(WorkTile) <= WORK_TILE_BYTES);
 using TileQueueState = PipelineState<TILE_STAGES>;
 __device__ __forceinline__ WorkTile* published_tile(int stage) {
     return shared_at<WorkTile>(tiles_offset() + stage * WORK_TILE_BYTES);
-}
-
-// The work tile of a warp group: the published one with stream-K, else its own.
-__device__ __forceinline__ const WorkTile* work_tile(const TileQueueState& queue, const WorkTile& own) {
-    if constexpr (STREAM_K) return published_tile(queue.index);
-    else return &own;
 }
 
 // ---- tile schedulers
@@ -119,13 +113,13 @@ struct TileScheduler<false> {
     }
 };
 
-// The ranges of stream-K where each of `tiles` output tiles has `steps` steps: the range of a CTA has `each` steps, and
-// the steps of neighbouring tiles begin `stride` >= `steps` apart.
+// The ranges of stream-K where each of a head's `tiles` output tiles has `steps` steps: the range of a CTA has `each`
+// steps, and the steps of neighbouring tiles begin `stride` >= `steps` apart.
 struct StreamRanges {
     int each, stride;
 
-    __device__ __forceinline__ constexpr StreamRanges(int steps, int tiles, int ctas)
-        : each(ceil_div(steps * tiles, ctas)), stride(steps) {
+    __device__ __forceinline__ constexpr StreamRanges(int steps, int tiles, int ranges)
+        : each(ceil_div(steps * tiles, ranges)), stride(steps) {
         // Ranges that end where tiles end are preferred if they are at most 1/16 longer: a stride may then hold steps
         // that no tile has.
         const int splits = each < steps ? steps / each : 1;
@@ -134,26 +128,28 @@ struct StreamRanges {
     }
 };
 
-// Which split of an output tile a CTA computes, and where the tile's splits lie in the workspace. The tile begins at
-// step `start` of all steps and has `steps` steps, of which the CTA's range has those from `from` to `to`.
+// Which split of an output tile a range computes, and where the tile's splits lie among the head's partial results. The
+// tile begins at step `start` of the head's steps and has `steps` steps, of which the range has those from `from` to
+// `to`.
 struct StreamSplit {
     int split, splits, first_partial, later_partials;
 
-    __device__ __forceinline__ constexpr StreamSplit(int start, int steps, int from, int to, int each, int cta)
+    __device__ __forceinline__ constexpr StreamSplit(int start, int steps, int from, int to, int each, int range)
         : split(0), splits(0), first_partial(0), later_partials(0) {
-        const int first = from == 0 ? cta : start / each, last = to >= steps ? cta : (start + steps - 1) / each;
-        split = cta - first, splits = last - first + 1;
+        const int first = from == 0 ? range : start / each, last = to >= steps ? range : (start + steps - 1) / each;
+        split = range - first, splits = last - first + 1;
         first_partial = 2 * first + (start > first * each), later_partials = 2 * first;
     }
 };
 
-// Stream-K: the steps of all output tiles, laid end to end and counted from 0, are divided into equal ranges, one
-// for each CTA.
+// Stream-K: the steps of a head's output tiles, laid end to end and counted from 0, are divided into equal ranges, one
+// for each CTA. CTAs of one range and all heads read neighbouring memory at the same time.
 template <>
 struct TileScheduler<true> {
     const Params& p;
+    const int head, range;
     int each, position, end;  // steps of a range; the first remaining step of this CTA's range, and the range's end
-    int batch, base, stride;  // the sequence at `position`: its first step, and the steps from one head to the next
+    int batch, base, stride;  // the sequence at `position`, its first step, and how many it has
 
     // Steps of an output tile of a sequence: at least one, so that a CTA writes its rows. A KV head has one m_block.
     __device__ __forceinline__ int steps_of(int sequence) const {
@@ -161,24 +157,25 @@ struct TileScheduler<true> {
         const Mask mask{s.end, s.shift, p.attention.window_left, p.attention.window_right};
         return max(1, KeyRange(s, mask, 0, s.seqlen_q - 1).steps);
     }
-    // Steps of all output tiles of a sequence, one sequence a lane; 0 after the last.
+    // The same of one sequence a lane; 0 after the last.
     __device__ __forceinline__ int steps_of_lane(int sequence) const {
-        return sequence < p.attention.batch ? steps_of(sequence) * p.kv_heads : 0;
+        return sequence < p.attention.batch ? steps_of(sequence) : 0;
     }
-    __device__ __forceinline__ explicit TileScheduler(const Params& params) : p(params), batch(0), base(0) {
+    __device__ __forceinline__ explicit TileScheduler(const Params& params)
+        : p(params), head(blockIdx.x % p.kv_heads), range(blockIdx.x / p.kv_heads), batch(0), base(0) {
+        const int ranges = gridDim.x / p.kv_heads;
         int total = 0;
         if (p.equal_lengths) {
-            const int tiles = p.attention.batch * p.kv_heads;
-            const StreamRanges ranges(steps_of(0), tiles, gridDim.x);
-            each = ranges.each, stride = ranges.stride, total = stride * tiles;
+            const StreamRanges equal(steps_of(0), p.attention.batch, ranges);
+            each = equal.each, stride = equal.stride, total = stride * p.attention.batch;
         } else {
-            total = total_steps(), each = ceil_div(total, gridDim.x);
+            total = total_steps(), each = ceil_div(total, ranges);
         }
-        position = min(static_cast<int>(blockIdx.x) * each, total), end = min(position + each, total);
+        position = min(range * each, total), end = min(position + each, total);
         if (!p.equal_lengths && position != end) find_sequence();
     }
 
-    // The steps of all sequences.
+    // The steps of a head, over all sequences.
     __device__ __forceinline__ int total_steps() const {
         const int lane = threadIdx.x % WARP;
         int total = 0;
@@ -210,22 +207,21 @@ struct TileScheduler<true> {
     // The next output tile and the CTA's steps of it; false when none is left. All lanes of a warp call it.
     __device__ __forceinline__ bool next(WorkTile& tile) {
         while (position < end) {
-            const int heads = p.kv_heads;
             if (p.equal_lengths) {
-                batch = position / (stride * heads), base = batch * stride * heads;
+                batch = position / stride, base = batch * stride;
             } else {
-                while (position >= base + stride * heads) base += stride * heads, stride = steps_of(++batch);
+                while (position >= base + stride) base += stride, stride = steps_of(++batch);
             }
-            tile.batch = batch, tile.kv_head = (position - base) / stride, tile.rank = 0;
-            tile.index = batch * heads + tile.kv_head;
-            const int start = base + tile.kv_head * stride, from = position - start, to = min(end - start, stride);
+            tile.batch = batch, tile.kv_head = head, tile.rank = 0;
+            tile.index = batch * p.kv_heads + head;
+            const int start = base, from = position - start, to = min(end - start, stride);
             position = start + to;
             tile.sequence = CacheSeqlenInfo(p.seqlen, batch);
             tile.set_rows(p, 0);
             const int steps = max(1, tile.keys.steps);
             tile.step = tile.keys.first_step + from, tile.steps = min(to, steps) - from;
             if (tile.steps <= 0 || tile.rows <= 0) continue;
-            const StreamSplit split(start, steps, from, to, each, blockIdx.x);
+            const StreamSplit split(start, steps, from, to, each, range);
             tile.split = split.split, tile.splits = split.splits;
             tile.first_partial = split.first_partial, tile.later_partials = split.later_partials;
             tile.set_vectors(p);
@@ -234,3 +230,19 @@ struct TileScheduler<true> {
         return false;
     }
 };
+
+// The scheduler warp publishes the CTA's work tiles one after another; a tile without steps ends the warp groups' loop.
+__device__ __forceinline__ void publish_tiles(const Params& p, u32 shared) {
+    TileScheduler<true> scheduler(p);
+    TileQueueState queue;
+    for (bool more = true; more; queue.advance()) {
+        WorkTile tile;
+        more = scheduler.next(tile);
+        if (!more) tile.steps = 0;
+        mbarrier_wait(queue_empty(shared, queue.index), queue.phase ^ 1);
+        if (threadIdx.x % WARP == 0) {
+            *published_tile(queue.index) = tile;
+            mbarrier_arrive(queue_full(shared, queue.index));
+        }
+    }
+}

@@ -16,12 +16,13 @@ constexpr int HEAD_DIM = cfg::HEAD_DIM, HEAD_DIM_V = cfg::HEAD_DIM_V, BLOCK_N = 
 constexpr int WARPS_M = cfg::WARPS_M, WARP_GROUPS = cfg::WARP_GROUPS, CLUSTER = cfg::CLUSTER;
 constexpr int BLOCK_M = 16 * WARPS_M, GROUP_THREADS = WARP * WARPS_M, THREADS = GROUP_THREADS * WARP_GROUPS;
 constexpr int STEP = BLOCK_N * WARP_GROUPS;          // keys of one step of a CTA
-constexpr int CTA_THREADS = THREADS + (TMA ? WARP : 0);  // with the producer warp
+constexpr int CTA_THREADS = THREADS + (TMA || STREAM_K ? WARP : 0);  // with the producer or scheduler warp
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // A stage holds tiles of K and V: those of one warp group, in whole rows; or with TMA those of all warp groups, in
-// planes of 64 columns (128 bytes), the width of a TMA box.
+// planes of 64 columns (128 bytes), the width of a TMA box. Stages of a warp group follow each other; with stream-K
+// those of all warp groups do, so that the tiles of one step lie together.
 constexpr int PLANE_COLUMNS = 64, PLANE_BYTES = STEP * PLANE_COLUMNS * 2;
 constexpr int K_PLANES = (HEAD_DIM + PLANE_COLUMNS - 1) / PLANE_COLUMNS;
 constexpr int V_PLANES = (HEAD_DIM_V + PLANE_COLUMNS - 1) / PLANE_COLUMNS;
@@ -31,6 +32,9 @@ using LayoutV = TileLayout<TMA ? PLANE_COLUMNS : HEAD_DIM_V, true>;
 constexpr int K_BYTES = TMA ? K_PLANES * PLANE_BYTES : LayoutK::bytes(BLOCK_N);
 constexpr int STAGE_BYTES = K_BYTES + (TMA ? V_PLANES * PLANE_BYTES : LayoutV::bytes(BLOCK_N));
 constexpr int PIPELINE_BYTES = STAGES * STAGE_BYTES, PIPELINES_BYTES = (TMA ? 1 : WARP_GROUPS) * PIPELINE_BYTES;
+constexpr int STEP_BYTES = TMA ? STAGE_BYTES : WARP_GROUPS * STAGE_BYTES;  // K and V of a step of a CTA
+constexpr int STAGE_STRIDE = STREAM_K ? STEP_BYTES : STAGE_BYTES;
+constexpr int GROUP_STRIDE = STREAM_K ? STAGE_BYTES : PIPELINE_BYTES;
 
 // Sums of P·V of one warp group, CTA or split are rows of floats. Columns are permuted by XOR, so that a quarter of a
 // warp writes rows without bank conflicts.
@@ -67,16 +71,28 @@ struct Maps {
 
 // ---- shared memory
 
-// After the last step, memory of the pipeline holds the warp groups' sums, and then the statistics of a tile's splits
-// and as many of their sums as fit, four of each at least: with TMA the stage of the last step, else the pipelines.
+// After the last step, scratch memory holds the warp groups' sums, and then the statistics of a tile's splits and as
+// many of their sums as fit, four of each at least. It is the memory of the last step with TMA and with stream-K, whose
+// other stages hold the next tile's keys; with stream-K it is apart from them where a step's has no room. Else it is
+// that of the pipelines.
 constexpr int LEAST_SCRATCH = larger(WARP_GROUPS * SUM_BYTES, cfg::MAX_SPLITS * (BLOCK_M * 8 + 16));
-constexpr int SCRATCH_BYTES = TMA ? STAGE_BYTES : larger(PIPELINES_BYTES, LEAST_SCRATCH);
+constexpr bool SCRATCH_IN_STAGE = TMA || (STREAM_K && LEAST_SCRATCH <= STEP_BYTES);
+constexpr bool OWN_SCRATCH = STREAM_K && !SCRATCH_IN_STAGE;
+constexpr int SCRATCH_BYTES = SCRATCH_IN_STAGE ? STEP_BYTES
+                              : OWN_SCRATCH    ? LEAST_SCRATCH
+                                               : larger(PIPELINES_BYTES, LEAST_SCRATCH);
+constexpr int QUERY_BYTES = LayoutQ::bytes(BLOCK_M);
+constexpr int QUERY_STAGES = STREAM_K ? 2 : 1;  // with stream-K the next tile's are loaded before the tile ends
 constexpr int TILE_STAGES = 4;  // with stream-K: work tiles that are published ahead, since they may be short
 constexpr int WORK_TILE_BYTES = 144;
 
 struct PipelineStorage {  // from shared_memory on; TMA's swizzle needs it at a multiple of 1024
-    unsigned char stages[TMA ? PIPELINES_BYTES : SCRATCH_BYTES];
-    unsigned char queries[LayoutQ::bytes(BLOCK_M)];
+    unsigned char stages[SCRATCH_IN_STAGE || OWN_SCRATCH ? PIPELINES_BYTES : SCRATCH_BYTES];
+    unsigned char queries[QUERY_STAGES * QUERY_BYTES];
+};
+template <bool USED>
+struct ScratchStorage {
+    alignas(16) unsigned char scratch[LEAST_SCRATCH];
 };
 template <bool USED>
 struct ClusterStorage {  // what the other CTAs of the cluster read
@@ -97,6 +113,8 @@ struct TileQueueStorage {
     alignas(16) unsigned char tiles[TILE_STAGES][WORK_TILE_BYTES];
 };
 template <>
+struct ScratchStorage<false> {};
+template <>
 struct ClusterStorage<false> {};
 template <>
 struct BarrierStorage<false> {};
@@ -104,6 +122,7 @@ template <>
 struct TileQueueStorage<false> {};
 
 struct SharedStorage : PipelineStorage,
+                       ScratchStorage<OWN_SCRATCH>,
                        ClusterStorage<(CLUSTER > 1)>,
                        StatisticsStorage,
                        BarrierStorage<TMA>,
@@ -112,7 +131,7 @@ struct SharedStorage : PipelineStorage,
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
 static_assert(BLOCK_N % 16 == 0 && STAGES >= 2 && (BLOCK_N <= WARP || cfg::PAGES != PAGES_ANY));
 static_assert(!TMA || (LEAST_SCRATCH <= STAGE_BYTES && cfg::PAGES != PAGES_ANY && STEP % cfg::BOX_ROWS == 0));
-static_assert(!STREAM_K || (TMA && CLUSTER == 1), "only a CTA with a producer warp takes tile after tile");
+static_assert(!STREAM_K || (!TMA && CLUSTER == 1), "warp groups copy keys of tile after tile by themselves");
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
@@ -128,6 +147,7 @@ OPTIONAL_OFFSET(empty_offset, empty, TMA)
 OPTIONAL_OFFSET(tile_full_offset, tile_full, STREAM_K)
 OPTIONAL_OFFSET(tile_empty_offset, tile_empty, STREAM_K)
 OPTIONAL_OFFSET(tiles_offset, tiles, STREAM_K)
+OPTIONAL_OFFSET(scratch_offset, scratch, OWN_SCRATCH)
 OPTIONAL_OFFSET(cta_statistics_offset, cta_statistics, CLUSTER > 1)
 OPTIONAL_OFFSET(cta_sums_offset, cta_sums, CLUSTER > 1)
 #undef OPTIONAL_OFFSET
@@ -146,6 +166,6 @@ __device__ __forceinline__ T* shared_at(int offset) {
     return reinterpret_cast<T*>(shared_memory + offset);
 }
 
-// All warp groups of the CTA; the producer warp does not take part.
+// All warp groups of the CTA; the producer or scheduler warp does not take part.
 constexpr int CONSUMERS_BARRIER = 15;
 __device__ __forceinline__ void consumers_sync() { named_barrier_sync(CONSUMERS_BARRIER, THREADS); }

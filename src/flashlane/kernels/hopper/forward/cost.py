@@ -19,7 +19,7 @@ from flashlane.kernels.hopper.arch import L2_MIB, SECTOR, SMS
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
-from flashlane.kernels.split_kv import COPY_RATE
+from flashlane.kernels.memory_rate import COPY_RATE
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 MATRIX_TFLOPS = 620.0

@@ -12,6 +12,7 @@ from flashlane.kernels import makespan, split_kv
 from flashlane.kernels.hopper.arch import ARCH, L2_MIB, SMS
 from flashlane.kernels.hopper.forward import cost, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
+from flashlane.kernels.memory_rate import copy_rate
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.seqlen import SeqlenConfig, page_box_rows
 
@@ -271,4 +272,14 @@ def _memory_work(problem: AttentionProblem, config: HopperConfig, tiles: int, bl
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
     sums = problem.rows_of_kv_head * config.columns_v
     step = cost.coefficients_of(config).block
-    return split_kv.Work(tiles, blocks, SMS, SMS, config.block_n * width, step, sums, combine_launch=SEPARATE_COMBINE)
+    return split_kv.Work(
+        tiles,
+        blocks,
+        SMS,
+        SMS,
+        config.block_n * width,
+        step,
+        sums,
+        combine_launch=SEPARATE_COMBINE,
+        copy_rate=copy_rate(problem.arch),
+    )

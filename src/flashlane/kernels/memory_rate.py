@@ -1,0 +1,35 @@
+"""The rate of device memory: that of this machine's GPU, as its driver says, or an H200's."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from flashlane import jit
+from flashlane.core.arch import arch_of
+
+COPY_RATE = 4.46
+"""MB a microsecond that all SMs of an H200 read together, fitted to 36 problems
+(benchmarks/archive/decode_combine.json)."""
+READ_SHARE = 0.926
+"""The same over the rate that the driver says of an H200, 4.814. An H100 read 3.0 to 3.1 of 3.35
+(benchmarks/archive/decode_stream_k_ctas.json)."""
+POSSIBLE = 0.1, 50.0
+"""Rates beyond which what a driver says is not believed."""
+
+
+@lru_cache
+def copy_rate(arch: str | None) -> float:
+    """MB a microsecond that all SMs of a GPU read together.
+
+    It is that of this machine's first GPU of the architecture; where there is none, :data:`COPY_RATE`.
+    """
+    if arch is None or not torch.cuda.is_available():
+        return COPY_RATE
+    devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    device = next((device for device in devices if arch_of(device) == arch), None)
+    if device is None:
+        return COPY_RATE
+    rate = READ_SHARE * jit.rated_bandwidth(device.index)
+    return rate if POSSIBLE[0] < rate < POSSIBLE[1] else COPY_RATE
