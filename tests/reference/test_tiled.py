@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flashlane.bench.measure.drawn_case import TENSORS, Case, cast, moved
+from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.reference.masks import Band, tiles
 from flashlane.reference.naive import reference_attention
@@ -243,6 +244,26 @@ def test_stored_f16_output_stays_a_convex_combination() -> None:
     problem = AttentionProblem.from_inputs(inputs)
     out, _ = run(problem, inputs, block_k=64, store_out=torch.float16)
     torch.testing.assert_close(out.float(), torch.full(out.shape, 60000.0), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("tag", ["tiled", "reference"])
+def test_outputs_and_gradients_in_f32_are_those_that_are_rounded(tag: str) -> None:
+    """Callers add them to others, and round after that."""
+    problem, inputs = simple(dtype=torch.bfloat16, causal=True, window_size=(70, 0))
+    kernel, backward = registry.get(tag), registry.get_backward("tiled")
+    out, lse = torch.empty(2, 96, 4, 64), torch.empty(2, 4, 96)
+    assert kernel.forward_f32(problem, inputs, out, lse)
+    rounded, again = out.bfloat16(), torch.empty(2, 96, 4, 64, dtype=torch.bfloat16)
+    kernel.forward(problem, inputs, again, lse)
+    assert torch.equal(rounded, again) and not torch.equal(rounded.float(), out)
+    call = problem, inputs, rounded, lse, torch.randn_like(rounded)
+    plain = backward.run(*call)
+    for f32_dq in (False, True):
+        found = backward.run_f32(*call, f32_dq=f32_dq, forward=kernel)
+        assert found.q.dtype == (torch.float32 if f32_dq else torch.bfloat16)
+        assert found.k.dtype == found.v.dtype == torch.float32
+        for one, other in zip(found[:3], plain[:3], strict=True):
+            assert torch.equal(one.bfloat16(), other)
 
 
 @pytest.mark.parametrize("name", ["seqused_k", "block_table"])

@@ -25,7 +25,7 @@ from share_reference import sharing
 from sums_reference import summing
 
 import flashlane
-from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func, gather
+from flashlane.distributed import attend, context_parallel_attn_func, context_parallel_attn_varlen_func, gather
 from flashlane.distributed.comm import LABEL_TAG
 from flashlane.distributed.layout import token_indices
 from flashlane.distributed.peer_memory import FileMemory
@@ -50,6 +50,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     logit_scale: bool = False
+    deterministic: bool = False
     dtype: torch.dtype = torch.float32
     method: str = "allgather"
     layout: str = "zigzag"
@@ -67,6 +68,8 @@ class Case:
     """Whether gradients of K and V are added apart, as those of large tensors are."""
     summed: bool = False
     """Whether one kernel adds the gradients of K and V, as on a GPU."""
+    rounded: bool = False
+    """Whether gradients are rounded before they are added, as by kernels that write none in f32."""
     again: bool = False
     """Whether the same call is made before with other values, as in a second step of a training."""
 
@@ -91,6 +94,11 @@ class Case:
 def adding_apart() -> contextlib.AbstractContextManager[Any]:
     """Gradients of K and V are added apart, however few they are."""
     return mock.patch.object(gather, "MOST_STACKED", 0)
+
+
+def rounding() -> contextlib.AbstractContextManager[Any]:
+    """Kernels write gradients in the dtype of their inputs, before any sum."""
+    return mock.patch.object(attend, "F32_GRADIENTS", False)
 
 
 def tensors_of(case: Case) -> dict[str, torch.Tensor]:
@@ -120,7 +128,8 @@ def tensors_of(case: Case) -> dict[str, torch.Tensor]:
 
 def _asked(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     modifiers = {name: tensors.get(name) for name in ("alibi_slopes", "sinks", "logit_scale")}
-    return {"causal": case.causal, "window_size": case.window, "softcap": case.softcap, **modifiers}
+    how = {"softcap": case.softcap, "deterministic": case.deterministic}
+    return {"causal": case.causal, "window_size": case.window, **how, **modifiers}
 
 
 def _results(out: torch.Tensor, lse: torch.Tensor | None, tensors: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray]:
@@ -132,34 +141,49 @@ def _results(out: torch.Tensor, lse: torch.Tensor | None, tensors: dict[str, tor
         loss = loss + (results["lse"].double() * tensors["dlse"].double()).sum()
     loss.backward()
     results |= {f"d{name}": tensors[name].grad for name in GRADIENTS if name in tensors}
-    return {name: t.detach().double().numpy() for name, t in results.items()}
+    return {name: t.detach().double().cpu().numpy() for name, t in results.items()}
 
 
-def expected(case: Case) -> dict[str, numpy.ndarray]:
+CPU = torch.device("cpu")
+
+
+def _tensors_on(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+    return {name: t.to(device) for name, t in tensors_of(case).items()}
+
+
+def expected(case: Case, device: torch.device = CPU) -> dict[str, numpy.ndarray]:
     """One process, in f64."""
-    tensors = {name: t.double() if name != "alibi_slopes" else t for name, t in tensors_of(case).items()}
+    tensors = {name: t.double() if name != "alibi_slopes" else t for name, t in _tensors_on(case, device).items()}
     if case.logit_scale:
         tensors["logit_scale"] = tensors["logit_scale"].float()
+    return _on_one(case, tensors, kernel="reference")
+
+
+def one_process(case: Case, device: torch.device = CPU) -> dict[str, numpy.ndarray]:
+    """One process, in the case's dtype and with the kernel that it gets."""
+    return _on_one(case, _tensors_on(case, device))
+
+
+def _on_one(case: Case, tensors: dict[str, torch.Tensor], **how: Any) -> dict[str, numpy.ndarray]:
+    how |= {**_asked(case, tensors), "return_lse": True}
     for name in GRADIENTS:
         if name in tensors:
             tensors[name].requires_grad_()
     q, k, v = (tensors[name] for name in "qkv")
     if case.varlen:
-        cu = torch.tensor(case.cu_seqlens, dtype=torch.int32)
+        cu = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=q.device)
         longest = max(case.lengths)
-        found = flashlane.flash_attn_varlen_func(
-            q, k, v, cu, cu, longest, longest, **_asked(case, tensors), return_lse=True, kernel="reference"
-        )
+        found = flashlane.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **how)
     else:
-        found = flashlane.flash_attn_func(q, k, v, **_asked(case, tensors), return_lse=True, kernel="reference")
+        found = flashlane.flash_attn_func(q, k, v, **how)
     return _results(*(found if case.reads_lse else (found[0], None)), tensors)
 
 
-def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
+def on_rank(case: Case, size: int, device: torch.device = CPU) -> dict[str, numpy.ndarray]:
     """What this rank gets of a case that the first ranks of the pool share."""
     rank = dist.get_rank()
-    own = token_indices(case.layout, case.lengths, size, rank)
-    whole = tensors_of(case)
+    own = token_indices(case.layout, case.lengths, size, rank).to(device)
+    whole = _tensors_on(case, device)
     sharded = {name: whole[name].index_select(case.axis, own) for name in ("q", "k", "v", "do", "dlse")}
     tensors = {**whole, **sharded}
     where: dict[str, Any] = {"method": case.method, "layout": case.layout, "return_lse": case.reads_lse}
@@ -174,6 +198,7 @@ def on_rank(case: Case, size: int) -> dict[str, numpy.ndarray]:
             (case.parted, in_parts),
             (case.large, adding_apart),
             (case.summed, summing),
+            (case.rounded, rounding),
         ):
             if asked:
                 stack.enter_context(how())

@@ -21,3 +21,9 @@ def arch_of(device: torch.device) -> str | None:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type that statistics and sums of a problem's element type are kept in: f64 for f64, else f32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gradient_dtypes(dtype: torch.dtype, f32_dq: bool) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of dQ, and of dK and dV, whose caller adds dK and dV to others, and dQ as well with ``f32_dq``."""
+    wide = compute_dtype(dtype)
+    return wide if f32_dq else dtype, wide

@@ -156,10 +156,7 @@ class Kernel(ABC):
         return self.priority
 
     def predicted_configs(self, problem: AttentionProblem) -> list[tuple[str, float]]:
-        """The configurations that a cost model compares and their predicted milliseconds, the fastest first.
-
-        Empty where no model was fitted to the problem's kind.
-        """
+        """The configurations that a cost model compares and their milliseconds, the fastest first; none without one."""
         return []
 
     def predicted_ms(self, problem: AttentionProblem) -> float | None:
@@ -335,6 +332,15 @@ class BackwardKernel(ABC):
             config: the configuration to run, or None for that of :meth:`config`.
         """
 
+    def run_f32(
+        self, problem: AttentionProblem, *call: Any, f32_dq: bool, forward: Kernel | None = None
+    ) -> Gradients | None:
+        """:meth:`run` for a caller that adds dK and dV to others: in f32 (f64 for f64), and so is dQ with ``f32_dq``.
+
+        A bias has no gradient. None, and nothing is done, where the kernel writes the inputs' dtype only.
+        """
+        return None
+
     def compile_ahead(self, problem: AttentionProblem, inputs: Inputs, forward: Kernel | None = None) -> None:
         """Compile what :meth:`run` will want for a call, while another thread compiles the forward kernel.
 
@@ -364,16 +370,12 @@ class BackwardKernel(ABC):
     def prepare_share(
         self, problem: AttentionProblem, inputs: Inputs, ranges: QueryRanges | None = None
     ) -> RepeatBackward | None:
-        """What :meth:`prepare` is for a rank's share of a call, whose dK and dV are summed over ranks.
+        """What :meth:`prepare` is for a rank's share of a call, whose dK and dV are f32, for sums over ranks.
 
         Args:
-            problem: dense, without score modifiers; with ``ranges`` it has all their rows, and all keys that some row
-                sees.
+            problem: dense, without tensors of modifiers; with ``ranges`` it has their rows and all keys that these see.
             inputs: the tensors of the call.
             ranges: two ranges of rows of q with alignments of their own; None: all rows are aligned alike.
-
-        Returns:
-            The function, whose gradients of k and v are f32; None where the kernel has no such launch.
         """
         return None
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from flashlane.core import dispatch, registry
+from flashlane.core import dispatch
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, CallOptions, Gradients, Inputs
-from flashlane.core.registry import BackwardKernel, Kernel, RepeatBackward
+from flashlane.core.registry import Kernel
 from flashlane.distributed.calls import Call, Calls, Packed, add_rows, take_rows
 from flashlane.distributed.layout import PLANS
 from flashlane.distributed.modifiers import Flow, Modifiers
@@ -230,8 +230,9 @@ def _forward_f32(part: Prepared, out: torch.Tensor, lse: torch.Tensor) -> torch.
         or any(t.data_ptr() % VECTOR_BYTES for t in (inputs.q, inputs.k, inputs.v))
     ):
         return None
+    written = (out[0], lse[0]) if part.varlen else (out, lse)
     with torch_rules.no_autocast(inputs.q):
-        return out if part.kernel.forward_f32(part.problem, inputs, out, lse) else None
+        return out if part.kernel.forward_f32(part.problem, inputs, *written) else None
 
 
 def accumulate(
@@ -294,18 +295,19 @@ def attend_backward(
 
     Args:
         dq: where the gradient of q is written, in any dtype; it is added where dq is f32 or f64, as it must be where
-            calls share rows.
+            calls share rows, and is not rounded before.
         q, k, v, call, modifiers, settings: those of :func:`attend`.
         flow: the output and LSE over all keys, and their gradients.
 
     Returns:
-        The gradients of keys and values, in the dtype of k; that of :attr:`Modifiers.factor`; and the tensors that must
-        be kept until the call is done.
+        The gradients of keys and values, in f32 (f64 for f64) where the kernel has them, else in the dtype of k; that
+        of :attr:`Modifiers.factor`; and the tensors that must be kept until the call is done.
     """
     part = prepare(call, q, k, v, modifiers.of_some_keys(), settings)
-    grads = _run_backward(part, flow, modifiers, call)
+    is_sum = dq.dtype == compute_dtype(dq.dtype)
+    grads = _run_backward(part, flow, modifiers, call, is_sum)
     own = grads.q.unsqueeze(0) if part.varlen else grads.q
-    if dq.dtype == compute_dtype(dq.dtype):
+    if is_sum:
         dq[:, part.rows] += own
     else:
         dq[:, part.rows] = own
@@ -338,40 +340,11 @@ def add_partials(totals: tuple[torch.Tensor, torch.Tensor], partials: Iterable[P
 
 
 F32_GRADIENTS = True
-"""Whether a backward writes dK and dV in f32, where its kernel can, so that they are rounded only after their sum."""
-
-_shares: dict[tuple[object, ...], RepeatBackward | None] = {}
-"""Prepared launches with such gradients, by kernel, problem, shapes and device."""
-registry.on_change(_shares.clear)
+"""Whether a backward writes in f32, where its kernel can, what is rounded only after a sum: dK and dV, and dQ of calls
+that share rows."""
 
 
-def _share(part: Prepared, chosen: BackwardKernel, parts: list[torch.Tensor], lse: torch.Tensor) -> Gradients | None:
-    """Gradients of a dense call, those of k and v in f32; None where its kernel has no such output.
-
-    Args:
-        part: the call.
-        chosen: its backward.
-        parts: its output and the gradient of that.
-        lse: contiguous.
-    """
-    q, k, v = part.inputs.q, part.inputs.k, part.inputs.v
-    tensors = q, k, v, *parts
-    if not F32_GRADIENTS or part.varlen or any(t.data_ptr() % VECTOR_BYTES or t.stride(-1) != 1 for t in tensors):
-        return None
-    key = chosen, part.problem, q.shape, k.shape, q.device
-    if key not in _shares:
-        if len(_shares) >= PLANS:
-            _shares.clear()
-        _shares[key] = chosen.prepare_share(part.problem, Inputs(q, k, v))
-    repeat = _shares[key]
-    if repeat is None:
-        return None
-    out, do = parts
-    found = repeat(q, k, v, out, lse, do, torch.empty_like(q, memory_format=torch.contiguous_format))
-    return None if found is None else Gradients(*found)
-
-
-def _run_backward(part: Prepared, flow: Flow, modifiers: Modifiers, call: Call) -> Gradients:
+def _run_backward(part: Prepared, flow: Flow, modifiers: Modifiers, call: Call, f32_dq: bool) -> Gradients:
     parts = [t[:, part.rows] for t in (flow.out, flow.do)]
     rows = [None if t is None else t[:, :, part.rows] for t in (flow.lse, flow.dlse)]
     rows[0] = _moved(rows[0], 1, call, modifiers)
@@ -379,11 +352,7 @@ def _run_backward(part: Prepared, flow: Flow, modifiers: Modifiers, call: Call) 
     if part.varlen:
         parts, rows = [t[0] for t in parts], [None if t is None else t[0] for t in rows]
     chosen = dispatch.select_backward(part.problem, part.kernel)
+    given = part.problem, part.inputs, parts[0], rows[0], parts[1], rows[1]
     with torch_rules.no_autocast(part.inputs.q):
-        plain = flow.dlse is None and not any(t is not None for t in modifiers)
-        share = _share(part, chosen, parts, rows[0]) if plain else None
-        if share is not None:
-            return share
-        return chosen.run(
-            part.problem, part.inputs, parts[0], rows[0], parts[1], rows[1], bias_grad=False, forward=part.kernel
-        )
+        found = chosen.run_f32(*given, f32_dq=f32_dq, forward=part.kernel) if F32_GRADIENTS else None
+        return chosen.run(*given, bias_grad=False, forward=part.kernel) if found is None else found

@@ -13,7 +13,7 @@ import torch
 
 from flashlane.core import dispatch
 from flashlane.core.arch import compute_dtype
-from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, Gradients, Inputs
+from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, Inputs
 from flashlane.core.ranges import RangedRepeat
 from flashlane.core.registry import Kernel, RepeatBackward
 from flashlane.distributed import attend
@@ -89,17 +89,24 @@ class Launch:
         """The forward kernel."""
         return self._kernel
 
+    @property
+    def _in_f32(self) -> bool:
+        return attend.F32_GRADIENTS and self._f32_gradients
+
     def _prepare_backward(self, *qkv: torch.Tensor) -> RepeatBackward | None:
         chosen = dispatch.select_backward(self._problem, self._kernel)
-        in_f32 = attend.F32_GRADIENTS and self._f32_gradients
-        found = chosen.prepare_share(self._problem, Inputs(*qkv)) if in_f32 else None
-        return found or chosen.prepare(self._problem, Inputs(*qkv), self._kernel)
+        if self._in_f32:
+            return chosen.prepare_share(self._problem, Inputs(*qkv))
+        return chosen.prepare(self._problem, Inputs(*qkv), self._kernel)
 
     def _run_backward(
         self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         chosen = dispatch.select_backward(self._problem, self._kernel)
-        grads: Gradients = chosen.run(self._problem, inputs, out, lse, do, None, bias_grad=False, forward=self._kernel)
+        given = self._problem, inputs, out, lse, do
+        grads = chosen.run_f32(*given, f32_dq=False, forward=self._kernel) if self._in_f32 else None
+        if grads is None:
+            grads = chosen.run(*given, bias_grad=False, forward=self._kernel)
         return grads.q, grads.k, grads.v
 
 

@@ -3,7 +3,8 @@ at a time into a state in f32. A rank never holds more than two shards of keys.
 
 A shard is not sent on where no later rank needs it, so that a window takes only as many steps as there are shards in
 its reach. In the backward the gradients of a shard are sent on with it in f32, and each rank adds its own: they are
-summed in the order of the ring. All steps add to one dQ in f32 where a kernel does (:mod:`ring_parts`).
+summed in the order of the ring. All steps add to one dQ in f32 where a kernel does (:mod:`ring_parts`); else each step
+gives a part of it in f32.
 """
 
 from __future__ import annotations

@@ -88,14 +88,17 @@ def extra_logit(sequences: SequenceBatch, inputs: Inputs, like: torch.Tensor) ->
 # --- gradients of the modifiers ---
 
 
-def zero_gradients(inputs: Inputs, dtype: torch.dtype, bias_grad: bool) -> Gradients:
-    """Where gradients are summed: of q, k and v like their inputs, of modifiers in ``dtype``."""
+def zero_gradients(
+    inputs: Inputs, dtype: torch.dtype, bias_grad: bool, dtypes: tuple[torch.dtype, torch.dtype]
+) -> Gradients:
+    """Where gradients are summed: of q, and of k and v, in ``dtypes``, of modifiers in ``dtype``."""
     tensors = {name: getattr(inputs, name) for name in Gradients._fields if name in MODIFIERS}
     if not bias_grad:
         tensors["bias"] = None
-    operands = (inputs.q, inputs.k, inputs.v)
+    of_q, of_keys = dtypes
+    operands = (inputs.q, of_q), (inputs.k, of_keys), (inputs.v, of_keys)
     return Gradients(
-        *(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in operands),
+        *(torch.zeros_like(t, dtype=each, memory_format=torch.contiguous_format) for t, each in operands),
         **{name: None if t is None else t.new_zeros(t.shape, dtype=dtype) for name, t in tensors.items()},
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flashlane.core import registry
-from flashlane.core.arch import compute_dtype
+from flashlane.core.arch import compute_dtype, gradient_dtypes
 from flashlane.core.problem import CACHE_FIELDS, AttentionProblem, Gradients, Inputs
 from flashlane.reference.masks import SequenceBatch, sequence_batches, tiles
 from flashlane.reference.score import (
@@ -193,6 +193,7 @@ def tiled_backward(
     dlse: torch.Tensor | None = None,
     *,
     bias_grad: bool = True,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> Gradients:
@@ -206,11 +207,13 @@ def tiled_backward(
         do: gradient of ``out``, any strides.
         dlse: gradient of ``lse``, or None.
         bias_grad: whether the bias' gradient is wanted; it is summed over the axes that the bias broadcasts along.
+        dtypes: of dQ, and of dK and dV; those of the inputs by default.
         block_q: rows of a tile, :func:`tile_sizes` by default.
         block_k: columns of a tile, :func:`tile_sizes` by default.
 
     Returns:
-        The gradients, in the shapes and dtypes of their inputs. Rows without a visible key contribute nothing.
+        The gradients, in the shapes of their inputs. Those of the modifiers have the dtypes of their inputs, too. Rows
+        without a visible key contribute nothing.
 
     Raises:
         NotImplementedError: k and v are a key/value cache.
@@ -221,7 +224,7 @@ def tiled_backward(
     sizes = tile_sizes(problem)
     blocks = block_q or sizes[0], block_k or sizes[1]
     dtype = compute_dtype(problem.dtype)
-    grads = zero_gradients(inputs, dtype, bias_grad)
+    grads = zero_gradients(inputs, dtype, bias_grad, dtypes or (problem.dtype, problem.dtype))
     for sequences in sequence_batches(problem, inputs):
         stats = sequences.rows(lse).to(dtype)
         delta = (sequences.queries(do).to(dtype) * sequences.queries(out)).sum(-1)
@@ -294,6 +297,10 @@ class TiledKernel(registry.Kernel):
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
         tiled_forward(problem, inputs, out, lse)
 
+    def forward_f32(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> bool:
+        self.forward(problem, inputs, out, lse)
+        return True
+
 
 class TiledBackward(registry.BackwardKernel):
     """:func:`tiled_backward` as a kernel."""
@@ -309,6 +316,11 @@ class TiledBackward(registry.BackwardKernel):
         self, *call: Any, bias_grad: bool = True, forward: registry.Kernel | None = None, config: None = None
     ) -> Gradients:
         return tiled_backward(*call, bias_grad=bias_grad)
+
+    def run_f32(
+        self, problem: AttentionProblem, *call: Any, f32_dq: bool, forward: registry.Kernel | None = None
+    ) -> Gradients:
+        return tiled_backward(problem, *call, bias_grad=False, dtypes=gradient_dtypes(problem.dtype, f32_dq))
 
 
 registry.register(TiledKernel())

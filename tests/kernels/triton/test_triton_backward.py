@@ -206,6 +206,27 @@ def test_programs_that_share_a_tile_find_what_one_finds(dtype: torch.dtype, aske
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+@interpreted
+@pytest.mark.parametrize("f32_dq", [False, True])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("asked", [{"heads": 2, "m": 40}, {"causal": True}], ids=["stacked", "causal"])
+def test_gradients_in_f32_are_those_that_are_rounded(asked: dict[str, Any], splits: int, f32_dq: bool) -> None:
+    problem, inputs = small(torch.float16, **asked)
+    tile = configs.Tile(16, 32, 4, 1)
+    config = configs.BackwardConfig(tile, tile, splits=splits)
+    out, lse = reference_attention(problem, inputs)
+    call = problem, inputs, out.half(), lse, torch.randn_like(out).half(), torch.randn_like(lse)
+    dtypes = torch.float32 if f32_dq else torch.float16, torch.float32
+    found = triton_backward(*call, dtypes=dtypes, config=config)
+    assert (found.q.dtype, found.k.dtype, found.v.dtype) == (*dtypes, torch.float32)
+    for one, rounded in zip(found[:3], triton_backward(*call, config=config)[:3], strict=True):
+        assert torch.equal(one.half(), rounded) and (
+            one.dtype == torch.float16 or not torch.equal(one, rounded.float())
+        )
+    of_kernel = registry.get_backward("triton").run_f32(*call, f32_dq=f32_dq, forward=KERNEL)
+    assert [each.dtype for each in of_kernel[:3]] == [each.dtype for each in found[:3]]
+
+
 def test_tiles_are_shared_out_where_they_are_few() -> None:
     problem, _ = small(n=4096, m=4096, d=64)
     problem = replace(problem.on("sm_90a"), batch=1, heads=1, kv_heads=1)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from flashlane.core.arch import gradient_dtypes
 from flashlane.core.problem import TENSORS, AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel, register
 from flashlane.kernels.features import CACHE, PAGED
@@ -78,6 +79,7 @@ def triton_backward(
     dlse: torch.Tensor | None = None,
     *,
     bias_grad: bool = True,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
     precision: str = "ieee",
     config: BackwardConfig | None = None,
 ) -> Gradients:
@@ -91,13 +93,15 @@ def triton_backward(
         do: gradient of ``out``, in its shape, any strides.
         dlse: gradient of ``lse``, in its shape, or None.
         bias_grad: whether the bias' gradient is wanted; it is summed over the axes that the bias broadcasts along.
+        dtypes: of dQ, and of dK and dV, where they are not those of the inputs but f32.
         precision: of the products of f32 inputs: ``ieee``; on tensor cores ``tf32`` (10 bits of fraction), or, as
             exact as f32, ``tf32x3`` and ``bf16x6`` (sums of three and of six products of terms).
         config: the configuration to run, or None for the heuristic's.
 
     Returns:
-        The gradients, contiguous, in the shapes and dtypes of their inputs. Rows without a visible key and rows that
-        belong to no sequence contribute nothing, and their own are 0.
+        The gradients, contiguous, in the shapes of their inputs. Those of the modifiers have the dtypes of their
+        inputs, too. Rows without a visible key and rows that belong to no sequence contribute nothing, and their own
+        are 0.
 
     Raises:
         ValueError: a tensor has a shape or dtype that the call does not give it, or the precision is unknown.
@@ -106,11 +110,12 @@ def triton_backward(
     if torch.is_grad_enabled():
         with torch.no_grad():
             return triton_backward(
-                problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, precision=precision, config=config
-            )
+                problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, dtypes=dtypes, precision=precision,
+                config=config,
+            )  # fmt: skip
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; it may be one of {', '.join(map(repr, PRECISIONS))}")
-    key = _facts(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
+    key = dtypes, *_facts(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
     prepared = _prepared.get(key)
     if prepared is None:
         check_gradient_inputs(problem, inputs, out, lse, do, dlse)
@@ -119,7 +124,8 @@ def triton_backward(
             raise NotImplementedError(f"the Triton backward cannot run {problem.describe()}: {reason}")
         if len(_prepared) >= PREPARED_KEPT:
             _prepared.clear()
-        prepared = _prepared[key] = prepare(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
+        prepared = prepare(problem, inputs, out, lse, do, dlse, bias_grad, precision, config, dtypes)
+        _prepared[key] = prepared
     return prepared(inputs, out, lse, do, dlse)
 
 
@@ -179,6 +185,8 @@ class PreparedBackward:
     """Splits of a tile of keys and of a tile of queries, each with sums of its own."""
     stacked: bool
     """The splits of all three gradients lie in one tensor, (splits, 3, shape of q)."""
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Of dQ, and of dK and dV."""
 
     def __call__(
         self,
@@ -193,11 +201,14 @@ class PreparedBackward:
             _compile(calls)
         for launch, named, descriptors in calls:
             launch(named, descriptors)
-        q, k, v = inputs.q, inputs.k, inputs.v
+        of_q, of_keys = self.dtypes
         if self.stacked:
-            dq, dk, dv = gradients[0].sum(0).to(q.dtype).unbind()
+            dq, dk, dv = gradients[0].sum(0).to(of_keys).unbind()
+            dq = dq.to(of_q)
         else:
-            dq, dk, dv = (_sum_of_splits(*pair) for pair in zip(gradients, (q, k, v), strict=True))
+            shapes = inputs.q.shape, inputs.k.shape, inputs.v.shape
+            wanted = zip(gradients, shapes, (of_q, of_keys, of_keys), strict=True)
+            dq, dk, dv = (_sum_of_splits(*each) for each in wanted)
         more = _score().modifier_gradients(partial, inputs, dq)
         return Gradients(dq, dk, dv, self._bias(tensors, inputs), **more)
 
@@ -218,11 +229,12 @@ class PreparedBackward:
         q, k, v = inputs.q, inputs.k, inputs.v
         gradients: tuple[torch.Tensor, ...]
         if self.stacked:
-            gradients = (self._memory(q, self.splits[0], 3),)
+            gradients = (self._memory(q, q.dtype, self.splits[0], 3),)
             dq, dk, dv = gradients[0].unbind(1)
         else:
-            dq = self._memory(q, self.splits[1])
-            dk, dv = (self._memory(side, self.splits[0]) for side in (k, v))
+            of_q, of_keys = self.dtypes
+            dq = self._memory(q, of_q, self.splits[1])
+            dk, dv = (self._memory(side, of_keys, self.splits[0]) for side in (k, v))
             gradients = dq, dk, dv
         delta, lse2 = torch.empty((2, *self.stat_shape), dtype=torch.float32, device=q.device).unbind()
         partial = score.partial_gradients(inputs, self.statistics_tiles, problem.heads)
@@ -237,12 +249,12 @@ class PreparedBackward:
         ]
         return [call for call in calls if call[0] is not None], tensors, partial, gradients
 
-    def _memory(self, like: torch.Tensor, splits: int, *gradients: int) -> torch.Tensor:
-        """A gradient to be written, or the splits of one or of several."""
+    def _memory(self, like: torch.Tensor, dtype: torch.dtype, splits: int, *gradients: int) -> torch.Tensor:
+        """A gradient to be written, in ``dtype``, or the splits of one or of several."""
         # No kernel writes the rows of a packed tensor after its last sequence.
         make = torch.zeros if self.problem.varlen else torch.empty
         if splits == 1:
-            return make(like.shape, dtype=like.dtype, device=like.device)
+            return make(like.shape, dtype=dtype, device=like.device)
         return make((splits, *gradients, *like.shape), dtype=torch.float32, device=like.device)
 
     def _bias(self, tensors: dict[str, Any], inputs: Inputs) -> torch.Tensor | None:
@@ -273,9 +285,9 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _sum_of_splits(splits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _sum_of_splits(splits: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """A gradient from its splits."""
-    return splits if splits.shape == like.shape else splits.sum(0).to(like.dtype)
+    return splits if splits.shape == shape else splits.sum(0).to(dtype)
 
 
 def prepare(
@@ -288,6 +300,7 @@ def prepare(
     bias_grad: bool,
     precision: str,
     config: BackwardConfig | None,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> PreparedBackward:
     """The launches of a checked call; the arguments are those of :func:`triton_backward`."""
     from flashlane.kernels.triton import backward_kernels, launch, score, sequences
@@ -344,6 +357,7 @@ def prepare(
         query_descriptors=descriptors[1],
         splits=splits,
         stacked=stacked,
+        dtypes=dtypes or (problem.dtype, problem.dtype),
     )
 
 
@@ -535,6 +549,10 @@ class TritonBackward(BackwardKernel):
     ) -> Gradients:
         precision = self._precision(problem, forward)
         return triton_backward(problem, *call, bias_grad=bias_grad, precision=precision, config=config)
+
+    def run_f32(self, problem: AttentionProblem, *call: Any, f32_dq: bool, forward: Kernel | None = None) -> Gradients:
+        dtypes, precision = gradient_dtypes(problem.dtype, f32_dq), self._precision(problem, forward)
+        return triton_backward(problem, *call, bias_grad=False, dtypes=dtypes, precision=precision)
 
     def compile_ahead(self, problem: AttentionProblem, inputs: Inputs, forward: Kernel | None = None) -> None:
         device = inputs.q.device

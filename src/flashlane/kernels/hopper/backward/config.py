@@ -46,7 +46,7 @@ def row_bytes(head_dim: int) -> int:
 
 NO_MODIFIERS = ScoreConfig()
 PROBLEM_FIELDS = ("dtype", "head_dim", "head_dim_v", "has_left", "has_right", "varlen", "score", "deterministic")
-PROBLEM_FIELDS += ("block_lists", "mask_bits", "unseen_keys", "query_ranges", "f32_dkdv")
+PROBLEM_FIELDS += ("block_lists", "mask_bits", "unseen_keys", "query_ranges", "f32_dkdv", "f32_dq")
 """Fields that a problem decides, and not the tile."""
 Config = TypeVar("Config", bound="GradientConfig")
 
@@ -74,7 +74,9 @@ class GradientConfig(ABC):
     query_ranges: bool = False
     """The rows of q are two ranges, each with an alignment of its own (``row_blocks.cuh``)."""
     f32_dkdv: bool = False
-    """dK and dV are written in f32, for sums over ranks, and not in the operands' type."""
+    """dK and dV are written in f32, for a caller that adds them to others, and not in the operands' type."""
+    f32_dq: bool = False
+    """So is dQ."""
     program: str = ""
     """Text of ``program.cuh``, which changes scores and masks; empty without."""
     heads_per_section: int = 0
@@ -148,6 +150,13 @@ class GradientConfig(ABC):
             deterministic=problem.deterministic and self.dq_accum_floats > 0,
         )
 
+    def for_sums(self: Config, f32_dq: bool) -> Config:
+        """The specialised tile for a caller that adds dK and dV to others, and dQ as well with ``f32_dq``: in f32.
+
+        All n-blocks are tiles, as the preprocess kernel zeroes the gradients of the others where they are contiguous.
+        """
+        return replace(self, unseen_keys=False, f32_dkdv=True, f32_dq=f32_dq)
+
     def gradient_source(
         self,
         name: str,
@@ -167,7 +176,7 @@ class GradientConfig(ABC):
             headers: names and texts of further headers.
             n_inner: columns of products whose second operand has them innermost in shared memory.
             rs_first: columns of products with their first operand in registers that begin a sum.
-            extra: constants that only the kernel's design has.
+            extra: constants that only the kernel's design has; F32_DQ where it writes a dQ in f32.
         """
         constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **extra}
         constants |= _mask_constants(self, True)
@@ -176,6 +185,7 @@ class GradientConfig(ABC):
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
         constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits, "MIXED_DQ": self.mixed_dq}
         constants |= {"F32_DKDV": self.f32_dkdv, "ZEROING_CTAS": self.zeroing_ctas}
+        constants.setdefault("F32_DQ", False)
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner, rs_first)),)
         headers += ((PROGRAM_HEADER, self.program or NO_PROGRAM),)
         return _source(name, self, constants, headers)
@@ -231,11 +241,15 @@ def preprocess_source(config: GradientConfig) -> KernelSource:
     constants["BLOCK_N"] = config.block_n if config.in_order else 0
     constants |= config.score.on_row_sum.constants()
     constants["UNSEEN_KEYS"] = config.unseen_keys
+    # It zeroes rows of these gradients of packed sequences, and of dK and dV of unseen keys.
+    constants["F32_DQ"] = config.f32_dq and config.varlen
+    constants["F32_DKDV"] = config.f32_dkdv and (config.varlen or config.unseen_keys)
     return _source("preprocess", config, constants)
 
 
 def postprocess_source(config: GradientConfig) -> KernelSource:
     """``postprocess.cu`` for the sums that a configuration writes."""
-    names = ("head_dim", "block_m", "dq_transposed", "mixed_dq", "in_kernel_dq")
+    names = ("head_dim", "block_m", "dq_transposed", "mixed_dq", "in_kernel_dq", "f32_dq")
     constants: dict[str, int] = {name.upper(): getattr(config, name) for name in names}
+    constants["F32_DKDV"] = False
     return _source("postprocess", config, constants | _mask_constants(config, False))

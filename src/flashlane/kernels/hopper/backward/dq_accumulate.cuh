@@ -11,7 +11,7 @@
 //
 // cfg::MIXED_DQ: the first slice, of 64 columns, is of dQᵀ, and the columns after it are of dQ.
 #pragma once
-#include "hopper/backward/row_blocks.cuh"
+#include "hopper/backward/gradient_element.cuh"
 #include "mma.cuh"
 #include "tile.cuh"
 
@@ -35,20 +35,28 @@ __device__ __forceinline__ void global_add(float* to, float x, float y, float z,
                  : "memory");
 }
 
+// An 8×8 matrix of floats, two of row lane / 4 in each lane, transposed: first the low halves, then the high ones.
+__device__ __forceinline__ float2 transpose_floats(float x, float y) {
+    const u32 a = __float_as_uint(x), b = __float_as_uint(y);
+    const u32 low = movmatrix_trans(__byte_perm(a, b, 0x5410)), high = movmatrix_trans(__byte_perm(a, b, 0x7632));
+    return {__uint_as_float(__byte_perm(low, high, 0x5410)), __uint_as_float(__byte_perm(low, high, 0x7632))};
+}
+
 // Eight queries of a slice, as one lane converts them: it reads its own sums, and writes 8 of every 32 columns of one
-// row of dQ.
+// row of dQ, in f32 2 of every 8.
 struct SliceRows {
+    static constexpr int COLUMNS = cfg::F32_DQ ? 2 : 8;   // of a vector that a lane writes
     const float4* from;
-    Element* to;
+    DqElement* to;
     int rows;                      // rows of the sequence from this lane's row on
 
     // The `group`-th eight queries of the slice; `sums` and `dq` are the m-block's, which has `rows_here` rows to
     // the sequence's end.
-    __device__ __forceinline__ SliceRows(int lane, const float* sums, Element* dq, long long stride, int rows_here,
+    __device__ __forceinline__ SliceRows(int lane, const float* sums, DqElement* dq, long long stride, int rows_here,
                                          int slice, int group) {
         const int first = 8 * group + lane / 4, row = (SPLIT_COLUMNS ? 0 : slice * SLICE_ROWS) + first;
         from = reinterpret_cast<const float4*>(sums + slice * SLICE_FLOATS) + group * WARP + lane;
-        to = dq + row * stride + (SPLIT_COLUMNS ? slice * 64 : 0) + lane % 4 * 8;
+        to = dq + row * stride + (SPLIT_COLUMNS ? slice * 64 : 0) + lane % 4 * COLUMNS;
         rows = min(SLICE_ROWS - first, rows_here - row);
     }
     __device__ __forceinline__ void next(long long stride) { from += WARP, to += 8 * stride, rows -= 8; }
@@ -66,6 +74,10 @@ struct SliceRows {
             x[i] = i < fragments_of(slice) ? __ldcg(from + i * (FRAGMENT_FLOATS / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
     }
     __device__ __forceinline__ void write(const float4 (&x)[SLICE_FRAGMENTS], int slice, float factor) const {
+        if constexpr (cfg::F32_DQ) write_f32(x, slice, factor);
+        else write_elements(x, slice, factor);
+    }
+    __device__ __forceinline__ void write_elements(const float4 (&x)[SLICE_FRAGMENTS], int slice, float factor) const {
         // Two fragments are four 8×8 matrices, whose transposes have rows of dQ; each lane of a quad then
         // takes 8 columns.
 #pragma unroll
@@ -80,6 +92,19 @@ struct SliceRows {
             const int column = (SPLIT_COLUMNS ? slice * 64 : 0) + 16 * i + threadIdx.x % 4 * 8;
             if (rows > 0 && (HEAD_DIM % 64 == 0 || column < HEAD_DIM))
                 *reinterpret_cast<uint4*>(to + 16 * i) = make_uint4(word[0], word[1], word[2], word[3]);
+        }
+    }
+    // A quad's lanes store 32 bytes of a row together.
+    __device__ __forceinline__ void write_f32(const float4 (&x)[SLICE_FRAGMENTS], int slice, float factor) const {
+#pragma unroll
+        for (int i = 0; i < SLICE_FRAGMENTS; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {        // of the fragment's columns
+                const float2 row = half ? transpose_floats(x[i].z, x[i].w) : transpose_floats(x[i].x, x[i].y);
+                const int column = 16 * i + 8 * half;     // of the slice
+                if (rows > 0 && (HEAD_DIM % 64 == 0 || (SPLIT_COLUMNS ? slice * 64 : 0) + column < HEAD_DIM))
+                    *reinterpret_cast<float2*>(to + column) = make_float2(row.x * factor, row.y * factor);
+            }
         }
     }
 };
@@ -98,8 +123,13 @@ struct DqBlock {
                                                    : make_float4(0.f, 0.f, 0.f, 0.f);
     }
     // Writes dQ; all lanes of a warp call it. `dq` is the m-block's, which has `rows` rows to the sequence's end.
-    __device__ __forceinline__ void write(Element* dq, long long stride, int rows, int first_row, int columns,
+    __device__ __forceinline__ void write(DqElement* dq, long long stride, int rows, int first_row, int columns,
                                           float factor) const {
+        if constexpr (cfg::F32_DQ) write_f32(dq, stride, rows, first_row, columns, factor);
+        else write_elements(dq, stride, rows, first_row, columns, factor);
+    }
+    __device__ __forceinline__ void write_elements(DqElement* dq, long long stride, int rows, int first_row,
+                                                   int columns, float factor) const {
         const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -114,9 +144,26 @@ struct DqBlock {
                 *reinterpret_cast<uint4*>(dq + row * stride + column) = make_uint4(word[0], word[1], word[2], word[3]);
         }
     }
+    // A quad's lanes store 32 bytes of a row together.
+    __device__ __forceinline__ void write_f32(DqElement* dq, long long stride, int rows, int first_row, int columns,
+                                              float factor) const {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row + lane / 4 + 8 * half;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = half ? make_float2(x[i].z, x[i].w) : make_float2(x[i].x, x[i].y);
+                const int column = columns + 8 * i;
+                if (row < rows && column < HEAD_DIM)
+                    *reinterpret_cast<float2*>(dq + row * stride + column + lane % 4 * 2) =
+                        make_float2(pair.x * factor, pair.y * factor);
+            }
+        }
+    }
 };
 
-__device__ __forceinline__ void write_dq_block(const float* sums, Element* dq, long long stride, int rows,
+__device__ __forceinline__ void write_dq_block(const float* sums, DqElement* dq, long long stride, int rows,
                                                int first_row, int columns, float factor) {
     DqBlock(sums, first_row, columns).write(dq, stride, rows, first_row, columns, factor);
 }

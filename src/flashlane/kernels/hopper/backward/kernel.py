@@ -93,27 +93,47 @@ def prepared_of(
 
 
 @memoised
-def config_of_rank(problem: AttentionProblem, ranges: QueryRanges | None = None) -> OneCtaConfig | None:
-    """The configuration of a rank's share of a call; None where there is no such launch."""
-    if supports(problem) is not None or problem.varlen or ScoreConfig.of(problem).words():
+def config_of_rank(
+    problem: AttentionProblem, ranges: QueryRanges | None = None, f32_dq: bool = False
+) -> GradientConfig | None:
+    """The configuration of a rank's share of a call, with dK and dV in f32; None where there is no such launch.
+
+    Args:
+        problem: the attention problem.
+        ranges: of the queries, where they are two; the one-CTA design has them, without packed sequences and score
+            modifiers.
+        f32_dq: whether dQ is f32, too.
+    """
+    if supports(problem) is not None:
         return None
-    config = tuned_config(problem).specialised(problem)
-    if not isinstance(config, OneCtaConfig):
+    config = tuned_config(problem).specialised(problem).for_sums(f32_dq)
+    if ranges is None:
+        return config
+    if not isinstance(config, OneCtaConfig) or problem.varlen or ScoreConfig.of(problem).words():
         return None
-    config = config.of_rank(ranges is not None)
-    return config if ranges is None else replace(config, split_q=split_of(problem, config, SMS, ranges).splits > 1)
+    config = config.with_ranges()
+    return replace(config, split_q=split_of(problem, config, SMS, ranges).splits > 1)
 
 
 @memoised
 def prepared_of_rank(
-    problem: AttentionProblem, ranges: QueryRanges | None, q_shape: torch.Size, k_shape: torch.Size, device: int
+    problem: AttentionProblem,
+    ranges: QueryRanges | None,
+    f32_dq: bool,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    device: int,
 ) -> PreparedBackward | None:
     """What calls of a rank's share of one problem have in common; None where there is no such launch."""
-    config = config_of_rank(problem, ranges)
+    config = config_of_rank(problem, ranges, f32_dq)
     if config is None:
         return None
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    schedule = one_cta_schedule(config, problem, sms, ranges)
+    if isinstance(config, OneCtaConfig) and ranges is not None:
+        schedule = one_cta_schedule(config, problem, sms, ranges)
+    else:
+        total = (q_shape[0], k_shape[0]) if problem.varlen else None
+        schedule = select.DESIGNS[config.design].schedule(config, problem, sms, total=total)
     return PreparedBackward(config, schedule, problem, q_shape, k_shape, device, ranges=ranges)
 
 
@@ -126,7 +146,7 @@ def parts_of_rank(
     Additions in order would wait for tiles of other launches, and tiles that are split need more device memory.
     """
     config = config_of_rank(problem, parts[0].ranges)
-    if config is None or problem.deterministic or problem.window_left >= 0:
+    if not isinstance(config, OneCtaConfig) or problem.deterministic or problem.window_left >= 0:
         return None
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     return BackwardParts(replace(config, split_q=False), problem, parts, q_shape, k_shape, device, sms)
@@ -165,12 +185,26 @@ def hopper_backward(
         ValueError: a tensor has another shape or dtype than its part of the call.
         NotImplementedError: :func:`supports` gives a reason.
     """
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return hopper_backward(problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, config=config)
     check_gradient_inputs(problem, inputs, out, lse, do, dlse)
     q, k = inputs.q, inputs.k
     prepared = prepared_of(config, problem, q.shape, k.shape, q.device.index)
+    return _run(prepared, problem, inputs, out, lse, do, dlse)
+
+
+def _run(
+    prepared: PreparedBackward,
+    problem: AttentionProblem,
+    inputs: Inputs,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> Gradients:
+    """The gradients of a checked call."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _run(prepared, problem, inputs, out, lse, do, dlse)
+    q, k = inputs.q, inputs.k
     with launch.on_device(prepared.device):
         dq, dk, dv = prepared.allocate(q)
         if _computes_nothing(problem, q, k):
@@ -246,7 +280,7 @@ class HopperBackward(BackwardKernel, CompiledKernel):
         q, k = inputs.q, inputs.k
         if _computes_nothing(problem, q, k):
             return None
-        prepared = prepared_of_rank(problem, ranges, q.shape, k.shape, q.device.index)
+        prepared = prepared_of_rank(problem, ranges, False, q.shape, k.shape, q.device.index)
         return None if prepared is None else prepared.repeated(q.device, q.dtype)
 
     def prepare_parts(
@@ -266,6 +300,23 @@ class HopperBackward(BackwardKernel, CompiledKernel):
         config: GradientConfig | None = None,
     ) -> Gradients:
         return hopper_backward(problem, *call, bias_grad=bias_grad, config=config)
+
+    def run_f32(
+        self,
+        problem: AttentionProblem,
+        inputs: Inputs,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        do: torch.Tensor,
+        dlse: torch.Tensor | None = None,
+        *,
+        f32_dq: bool,
+        forward: Kernel | None = None,
+    ) -> Gradients | None:
+        check_gradient_inputs(problem, inputs, out, lse, do, dlse)
+        problem, q, k = problem.with_hiding_sides, inputs.q, inputs.k
+        prepared = prepared_of_rank(problem, None, f32_dq, q.shape, k.shape, q.device.index)
+        return None if prepared is None else _run(prepared, problem, inputs, out, lse, do, dlse)
 
 
 KERNEL = register(HopperBackward())

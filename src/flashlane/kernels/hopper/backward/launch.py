@@ -308,13 +308,14 @@ class PreparedBackward:
 
     def allocate(self, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """dq, dk and dv of a call with q, uninitialised."""
-        make, of_keys = launch.allocator(q.device), self.dtype_of_keys(q.dtype)
-        dtypes = q.dtype, of_keys, of_keys
+        make, (of_q, of_keys) = launch.allocator(q.device), self.dtypes(q.dtype)
+        dtypes = of_q, of_keys, of_keys
         return tuple(make(*where, dtype) for where, dtype in zip(self.gradients, dtypes, strict=True))
 
-    def dtype_of_keys(self, dtype: torch.dtype) -> torch.dtype:
-        """Of dK and dV, of operands of a dtype."""
-        return torch.float32 if self.config.f32_dkdv else dtype
+    def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Of dQ, and of dK and dV, of operands of a dtype."""
+        of_q, of_keys = (torch.float32 if wide else dtype for wide in (self.config.f32_dq, self.config.f32_dkdv))
+        return of_q, of_keys
 
     def launch(
         self, tensors: Tensors, complete: Callable[[int, BackwardParams], None] | None = None
@@ -390,7 +391,7 @@ class PreparedBackward:
         make, words = launch.allocator(device), ((self.workspace.words,), (1,), torch.float32)
         (dq_shape, dq_stride), (dk_shape, dk_stride), (dv_shape, dv_stride) = self.gradients
         index, current_device, stream_of = self.device, launch.device_getter(), launch.stream_getter()
-        of_keys, kernels = self.dtype_of_keys(dtype), len(self.schedule.gradients)
+        (of_q, of_keys), kernels = self.dtypes(dtype), len(self.schedule.gradients)
         names = ("out", "lse_in", "dout", "dq", "dk", "dv", *self.workspace.offsets)
         names += ("dlogit_partials",) * has_row_gradients(self.problem)
         offsets, count, stores_by_tma = self.offsets, self.rows.of_a_head, self.config.stores_by_tma
@@ -417,7 +418,7 @@ class PreparedBackward:
             if (at_q | at_k | at_v | at_do | at_out) % tensormap.ALIGNMENT or current_device() != index:
                 return None
             if dq is None:
-                dq, dq_strides = make(dq_shape, dq_stride, dtype), dq_stride
+                dq, dq_strides = make(dq_shape, dq_stride, of_q), dq_stride
             elif readable(dq):
                 dq_strides = dq.stride()
             else:

@@ -6,6 +6,7 @@
 #include "attention/score_program.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "hopper/backward/dq_semaphore.cuh"
+#include "hopper/backward/gradient_element.cuh"
 #include "mbarrier.cuh"
 #include "hopper/sequence_rows.cuh"
 #include "offsetof.cuh"

@@ -1,5 +1,5 @@
 // The postprocess kernel writes dQ, scaled, from dq_accum. With IN_KERNEL_DQ it writes the m-blocks that the idle
-// warps did not.
+// warps did not. It is in the operands' type or, with F32_DQ, in f32.
 #include "hopper/backward/dq_accumulate.cuh"
 #include "hopper/backward/dq_assignment.cuh"
 
@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postproces
             return;
     }
     const float* sums = p.dq_accum + (first_row_block(p, seqlen, sequence, head) + at.m_block) * DQ_ACCUM_FLOATS;
-    Element* dq = static_cast<Element*>(p.dq) + seqlen.q_batch * p.dq_batch + head * p.dq_head +
-                  static_cast<long long>(seqlen.q_first + first) * p.dq_row;
+    DqElement* dq = static_cast<DqElement*>(p.dq) + seqlen.q_batch * p.dq_batch + head * p.dq_head +
+                    static_cast<long long>(seqlen.q_first + first) * p.dq_row;
     // A warp has the loads of two groups under way at once: each takes a trip to the L2 cache.
     const int warp = threadIdx.x / WARP;
     if constexpr (cfg::DQ_TRANSPOSED) {

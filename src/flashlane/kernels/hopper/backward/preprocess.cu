@@ -7,6 +7,7 @@
 #include "attention/score.cuh"
 #include "hopper/backward/dq_assignment.cuh"
 #include "hopper/backward/dq_semaphore.cuh"
+#include "hopper/backward/gradient_element.cuh"
 #include "mma.cuh"
 
 constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V, THREADS = 256;
@@ -22,8 +23,8 @@ struct PlainParams {
     float* dlogit_partials;        // (batch, m-block, head); packed sequences: (m-block, head), all m-blocks of a head
     DqSemaphore* semaphores;       // IN_ORDER
     int* postprocess_queue;        // LAST_ADDITION: zeroed here
-    void* dq;                      // LAST_ADDITION, VARLEN: (batch, row, head, column)
-    void *dk, *dv;                 // VARLEN: (row, head, column); UNSEEN_KEYS: the same, sequence after sequence
+    DqElement* dq;                 // LAST_ADDITION, VARLEN: (batch, row, head, column)
+    DkdvElement *dk, *dv;          // VARLEN: (row, head, column); UNSEEN_KEYS: the same, sequence after sequence
     int *zeroed, *added, *written; // ZEROING_CTAS, IN_KERNEL_DQ, see Params of the gradients' kernels (params.cuh)
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
     const float *lse_in, *dlse;    // (batch, head, row); dlse may be null
@@ -67,10 +68,11 @@ __device__ __forceinline__ void clear_rows(void* tensor, int row_bytes, long lon
 // Zeroes the rows of a packed gradient that no other kernel writes: those before the first sequence and after the last
 // one, and, by the CTAs of a sequence's first m-block, what it has beyond the length that the caller gave for
 // the longest.
-__device__ __forceinline__ void clear_rows_of_no_sequence(const Params& p, void* gradient, int columns,
+template <typename Gradient>
+__device__ __forceinline__ void clear_rows_of_no_sequence(const Params& p, Gradient* gradient, int columns,
                                                           const int* cu_seqlens, int longest, int total,
                                                           long long index, const RowBlock& at) {
-    const int bytes = columns * sizeof(Element);
+    const int bytes = columns * sizeof(Gradient);
     const long long ctas = static_cast<long long>(gridDim.x) * gridDim.y;
     if (!at.of_no_sequence() && at.m_block == 0) {
         const int first = cu_seqlens[at.sequence], end = cu_seqlens[at.sequence + 1];
@@ -81,8 +83,8 @@ __device__ __forceinline__ void clear_rows_of_no_sequence(const Params& p, void*
 }
 
 // Zeroes the rows of a sequence's dK or dV that no tile has, which its CTAs share.
-__device__ __forceinline__ void clear_unseen_keys(const Params& p, void* gradient, int columns) {
-    const int bytes = columns * sizeof(Element), workers = gridDim.x * gridDim.y;
+__device__ __forceinline__ void clear_unseen_keys(const Params& p, DkdvElement* gradient, int columns) {
+    const int bytes = columns * sizeof(DkdvElement), workers = gridDim.x * gridDim.y;
     const int worker = blockIdx.y * gridDim.x + blockIdx.x;
     const long long first = static_cast<long long>(blockIdx.z) * p.seqlen.seqlen_k;
     clear_rows(gradient, bytes, first, first + p.first_key, worker, workers);
@@ -129,9 +131,9 @@ __device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seql
                                        seqlen.q_batch, head, seqlen.q_first + first, seqlen.q_length - first};
         }
         if (cfg::LAST_ADDITION && n_blocks.count() == 0) {
-            Element* const dq = static_cast<Element*>(p.dq) + seqlen.q_batch * p.dq_batch + head * p.dq_head;
+            DqElement* const dq = p.dq + seqlen.q_batch * p.dq_batch + head * p.dq_head;
             for (int row = first; row < min(first + BLOCK_M, seqlen.q_length); ++row)
-                clear(dq + (static_cast<long long>(seqlen.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(Element));
+                clear(dq + (static_cast<long long>(seqlen.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(DqElement));
         }
     }
     if (cfg::ZEROING_CTAS == 0 || init_in_kernel_dq(p, at.sequence, head))

@@ -80,6 +80,8 @@ class OneCtaConfig(GradientConfig):
             raise ValueError(f"split_q is True with dq {self.dq!r}; additions in order are of whole tiles")
         if self.varlen and self.in_kernel_dq:
             raise ValueError("varlen is True with idle_warps, which count the tiles before the launch")
+        if self.f32_dq and self.postprocess != "own_launch":
+            raise ValueError(f"f32_dq is True with postprocess {self.postprocess!r}; it may be 'own_launch'")
 
     def _may_be(self) -> str:
         return " or ".join(repr(postprocess) for dq, postprocess in DQ_POLICIES if dq == self.dq)
@@ -219,15 +221,16 @@ class OneCtaConfig(GradientConfig):
             self.gradient_source("one_cta/kernel", columns, self.registers, headers, n_inner, rs_first, **constants),
         )
 
-    def of_rank(self, query_ranges: bool) -> OneCtaConfig:
-        """The tile for a rank's share of a call; the m-blocks of two ranges are not counted for idle warps.
-
-        All n-blocks are tiles, as the preprocess kernel would zero the gradients of the others in the operands' type.
-        """
+    def for_sums(self, f32_dq: bool) -> OneCtaConfig:
+        """As that of all designs; a dQ in f32 is not written by idle warps, which would spill more registers."""
         ping_pong: PingPong = "off" if self.peeled and self.has_right else self.ping_pong  # as without a peeled step
-        tile = replace(self, unseen_keys=False, f32_dkdv=True, in_kernel_zeros=False, peeled=False, ping_pong=ping_pong)
-        postprocess: Postprocess = "own_launch"
-        return replace(tile, postprocess=postprocess, query_ranges=True, skips_hidden=False) if query_ranges else tile
+        postprocess: Postprocess = "own_launch" if f32_dq else self.postprocess
+        tile = replace(self, in_kernel_zeros=False, peeled=False, ping_pong=ping_pong, postprocess=postprocess)
+        return GradientConfig.for_sums(tile, f32_dq)
+
+    def with_ranges(self) -> OneCtaConfig:
+        """The tile for two ranges of queries, whose m-blocks are not counted for idle warps."""
+        return replace(self, postprocess="own_launch", query_ranges=True, skips_hidden=False)
 
     def specialised(self, problem: AttentionProblem) -> OneCtaConfig:
         """The tile for a problem; a deterministic one adds to dQ in order, and no other one does."""

@@ -12,8 +12,7 @@ __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], c
                                                     float factor) {
     const int first = tile.first_key + consumer * 64, rows = tile.seqlen.k_length - first;
     const long long at = tile.seqlen.k_batch * batch + (tile.seqlen.k_first + first) * row + tile.kv_head * head;
-    if constexpr (cfg::F32_DKDV) store_accumulator<DIM>(d, static_cast<float*>(to) + at, row, rows, factor);
-    else store_accumulator<DIM>(d, static_cast<Element*>(to) + at, row, rows, factor);
+    store_accumulator<DIM>(d, static_cast<DkdvElement*>(to) + at, row, rows, factor);
 }
 
 // ---- dK and dV through shared memory

@@ -9,15 +9,15 @@
 __device__ __forceinline__ void write_dq_slice(const Params& p, long long m_block, int slice, int batch, int head,
                                                long long row, int rows) {
     if (MIXED_DQ && slice == 1) {
-        Element* const dq = static_cast<Element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + row * p.dq_row;
+        DqElement* const dq = static_cast<DqElement*>(p.dq) + batch * p.dq_batch + head * p.dq_head + row * p.dq_row;
 #pragma unroll 1
         for (int first = 0; first < BLOCK_M; first += 16)
             write_dq_block(p.dq_accum + m_block * DQ_ACCUM_FLOATS, dq, p.dq_row, rows, first, 64, p.scale);
         return;
     }
     SliceRows from(warpgroup_thread() % WARP, p.dq_accum + m_block * DQ_ACCUM_FLOATS,
-                   static_cast<Element*>(p.dq) + batch * p.dq_batch + head * p.dq_head + row * p.dq_row, p.dq_row, rows,
-                   slice, 0);
+                   static_cast<DqElement*>(p.dq) + batch * p.dq_batch + head * p.dq_head + row * p.dq_row, p.dq_row,
+                   rows, slice, 0);
 #pragma unroll 1
     for (; __any_sync(0xffffffffu, from.rows > 0); from.next(p.dq_row)) from.write_dq(slice, p.scale);
 }

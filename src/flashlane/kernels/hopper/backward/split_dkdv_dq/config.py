@@ -135,7 +135,7 @@ class SplitConfig(GradientConfig):
     def dq_source(self) -> KernelSource:
         """``dq.cu`` with these constants."""
         constants = {"BLOCK_N": self.block_n, "K_STAGES": self.k_stages, "V_STAGES": self.v_stages}
-        constants["SHARED_BYTES"] = self.dq_shared
+        constants |= {"SHARED_BYTES": self.dq_shared, "F32_DQ": self.f32_dq}
         return self.gradient_source(DQ, (self.block_n, self.head_dim), REGISTERS, **constants)
 
     def gradient_sources(self) -> tuple[KernelSource, ...]:

@@ -40,8 +40,8 @@ struct Consumer {
     template <int DIM>
     __device__ __forceinline__ void store(const float (&d)[DIM / 2], void* to, long long batch, long long row,
                                           long long head, float factor) const {
-        Element* const first = static_cast<Element*>(to) + tile.seqlen.k_batch * batch +
-                               (tile.seqlen.k_first + tile.first_key) * row + tile.kv_head * head;
+        DkdvElement* const first = static_cast<DkdvElement*>(to) + tile.seqlen.k_batch * batch +
+                                   (tile.seqlen.k_first + tile.first_key) * row + tile.kv_head * head;
         store_accumulator<DIM>(d, first, row, tile.seqlen.k_length - tile.first_key, factor);
     }
 };

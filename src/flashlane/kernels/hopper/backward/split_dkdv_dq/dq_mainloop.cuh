@@ -103,8 +103,8 @@ struct Consumer {
         }
 #pragma unroll 1
         for (; n_block < tile.n_blocks.high; ++n_block) skip_step();
-        Element* const first = static_cast<Element*>(p.dq) + tile.seqlen.q_batch * p.dq_batch +
-                               (tile.seqlen.q_first + first_query) * p.dq_row + tile.head * p.dq_head;
+        DqElement* const first = static_cast<DqElement*>(p.dq) + tile.seqlen.q_batch * p.dq_batch +
+                                 (tile.seqlen.q_first + first_query) * p.dq_row + tile.head * p.dq_head;
         store_accumulator<HEAD_DIM>(dq, first, p.dq_row, tile.seqlen.q_length - first_query, p.scale);
     }
 

@@ -58,7 +58,7 @@ class TwoCtaConfig(GradientConfig):
 
     @property
     def stores_by_tma(self) -> bool:  # type: ignore[override]
-        return self.tma_stores and sum(self._regions(True).values()) <= shared_limit(ARCH)
+        return self.tma_stores and not self.f32_dkdv and sum(self._regions(True).values()) <= shared_limit(ARCH)
 
     @property
     def zeroing_ctas(self) -> int:  # type: ignore[override]

@@ -192,8 +192,8 @@ struct Consumer {
                                                         long long row, long long head, float factor) const {
         const KeysRecord keys = keys_record(base, tiles);
         const OwnerRecord owner = owner_record(base, tiles);
-        Element* const out = static_cast<Element*>(to) + owner.tensor_batch * batch +
-                             static_cast<long long>(owner.k_first + keys.first) * row + owner.kv_head * head;
+        DkdvElement* const out = static_cast<DkdvElement*>(to) + owner.tensor_batch * batch +
+                                 static_cast<long long>(owner.k_first + keys.first) * row + owner.kv_head * head;
         store_accumulator<DIM>(d, out, row, keys.length - keys.first, factor);
     }
 };

@@ -27,6 +27,7 @@ constexpr int HALF_ROWS = BLOCK_M / CTAS;
 // dK and dV until TMA has read them: of each consumer warp 16 rows, in chunks one after another. dV comes first.
 constexpr u32 STAGED_CHUNK = 16 * ROW_BYTES;
 constexpr u32 STAGED_BYTES = cfg::TMA_STORES ? 4 * (V_CHUNKS + QK_CHUNKS) * STAGED_CHUNK : 0;
+static_assert(!(cfg::TMA_STORES && cfg::F32_DKDV), "a tensor map cannot store these");
 
 static_assert(cfg::BLOCK_N == CTAS * KEYS && BLOCK_M == 64);
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DO_STAGES & (DO_STAGES - 1)) == 0);
