@@ -182,7 +182,7 @@ def test_short_sequences_of_many_heads_have_in_kernel_dq() -> None:
     changed = (
         {"batch": 1},
         {"deterministic": True},
-        {"seqlen_q": 4096},
+        {"seqlen_q": 8192, "seqlen_k": 8192},
         {"head_dim": 64, "head_dim_v": 64},
         {"softcap": 9.0},
     )
@@ -192,6 +192,26 @@ def test_short_sequences_of_many_heads_have_in_kernel_dq() -> None:
         assert one_cta_tiles.pick(asked(**changes)).in_kernel_dq, "tiles without steps are counted, too"
     few = one_cta_tiles.pick(asked(batch=1, seqlen_q=1144, seqlen_k=1144))
     assert few.k_stages == 2 and few.dq == "tma_reduce_add", "register atomics pay with in-kernel dQ only"
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen", "block_m"),
+    [(11, 7, 2367, 64), (13, 36, 2333, 64), (1, 30, 4288, 80), (1, 34, 5165, 80), (3, 38, 2057, 80)],
+)
+def test_long_causal_tiles_are_those_that_were_faster(batch: int, heads: int, seqlen: int, block_m: int) -> None:
+    """By 1.02 to 1.06 in five problems of docs/notebook/0043: steps of 64 queries have idle warps or are not taken."""
+    config = one_cta_tiles.pick(asked(batch=batch, heads=heads, kv_heads=heads, seqlen_q=seqlen, seqlen_k=seqlen))
+    assert config.block_m == block_m and config.in_kernel_dq == (block_m == 64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "seqlen"), [(7, 29, 29, 2236), (7, 39, 39, 4471), (10, 36, 18, 1769)]
+)
+def test_windows_of_any_width_have_idle_warps_up_to_96(batch: int, heads: int, kv_heads: int, seqlen: int) -> None:
+    """By 1.03 to 1.05 (docs/notebook/0043)."""
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    config = one_cta_tiles.pick(asked(**sizes, head_dim=96, head_dim_v=96, window_left=4096))
+    assert config.in_kernel_dq and config.block_m == 64
 
 
 @pytest.mark.parametrize(
