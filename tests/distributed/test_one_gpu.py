@@ -18,6 +18,7 @@ from flashlane.core.arch import arch_of
 from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
 from flashlane.distributed import attend
 from flashlane.distributed.attend import Settings, State, accumulate, attend_backward
+from flashlane.distributed.calls import Packed
 from flashlane.distributed.layout import Layout, token_indices
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.distributed.plan import Division, ring_calls
@@ -30,42 +31,6 @@ HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 needs_hopper = pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm_90 GPU")
-
-
-def ring_output(division: Division, rank: int, qkv: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, in f32, and LSE of a rank's queries, merged over the shards of all ranks in the order of a ring."""
-    shards = [token_indices(division.layout, division.lengths, division.ranks, each) for each in range(division.ranks)]
-    q, *_ = (t.index_select(1, shards[rank].to(HERE)) for t in qkv)
-    state, settings = State(q, qkv[2].shape[3]), Settings(CallOptions(scale=q.shape[3] ** -0.5), kernel=KERNEL.tag)
-    for step in range(division.ranks):
-        shard = (rank - step) % division.ranks
-        k, v = (t.index_select(1, shards[shard].to(HERE)) for t in qkv[1:])
-        calls = ring_calls(division, rank, shard, False, False)
-        accumulate(state, q, k, v, calls, Modifiers(), settings)
-    return state.out, state.lse
-
-
-@pytest.mark.gpu
-@needs_hopper
-@pytest.mark.parametrize("layout, left", [("zigzag", -1), ("contiguous", 700), ("striped", -1)])
-def test_a_ring_merges_outputs_that_were_not_rounded(layout: str, left: int) -> None:
-    """Against f64, where P in bf16 has an error, too; outputs in bf16, as other rings merge them, add theirs."""
-    torch.manual_seed(2)
-    qkv = [torch.randn(1, 2003, heads, 128, dtype=torch.bfloat16, device=HERE) for heads in (8, 2, 2)]
-    division = Division(layout, (2003,), 4, left, 0)  # type: ignore[arg-type]
-    whole = Inputs(*(t.double() for t in qkv))
-    right, right_lse = reference_attention(
-        AttentionProblem.from_inputs(whole, scale=128**-0.5, causal=True, window_size=(left, 0)), whole, torch.float64
-    )
-    for rank in range(4):
-        rows = token_indices(division.layout, division.lengths, 4, rank).to(HERE)
-        with mock.patch.object(attend, "F32_PARTIALS", False):
-            rounded, _ = ring_output(division, rank, qkv)
-        out, lse = ring_output(division, rank, qkv)
-        wanted = right.index_select(1, rows)
-        error, before = (float((each.double() - wanted).norm() / wanted.norm()) for each in (out, rounded))
-        assert error < 0.85 * before and error < 2e-3, (rank, error, before)
-        assert float((lse.double() - right_lse.index_select(2, rows)).abs().max()) < 1e-4
 
 
 @dataclass(frozen=True)
@@ -119,6 +84,57 @@ class Ring:
         out, lse = reference_attention(problem, inputs, torch.float64)
         out, lse = (out, lse) if len(self.lengths) == 1 else (out[None], lse[None])
         return out.detach(), lse.detach(), torch.autograd.grad(out, q, do.double())[0]
+
+
+def ring_output(ring: Ring, rank: int, qkv: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, in f32, and LSE of a rank's queries, merged over the shards of all ranks in the order of a ring."""
+    shards = [token_indices(ring.layout, ring.lengths, 4, each).to(HERE) for each in range(4)]
+    q = qkv[0].index_select(1, shards[rank])
+    state = State(q, qkv[2].shape[3])
+    for step in range(4):
+        shard = (rank - step) % 4
+        k, v = (t.index_select(1, shards[shard]) for t in qkv[1:])
+        calls = ring_calls(ring.division, rank, shard, True, False)
+        accumulate(state, q, k, v, calls, Modifiers(), ring.settings)
+    return state.out, state.lse
+
+
+DOCUMENTS = (400, 3, 800, 1, 0, 500, 299)
+MERGED = {
+    "zigzag": Ring(),
+    "contiguous, window": Ring("contiguous", left=700),
+    "striped": Ring("striped"),
+    "documents": Ring(lengths=DOCUMENTS),
+    "documents, window, D64": Ring(lengths=DOCUMENTS, left=150, head_dim=64),
+    "documents, D256": Ring(lengths=DOCUMENTS, head_dim=256),
+    "documents, striped": Ring("striped", lengths=DOCUMENTS),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MERGED if name.startswith("documents")])
+def test_steps_of_documents_are_packed_sequences(name: str) -> None:
+    division = MERGED[name].division
+    steps = [ring_calls(division, rank, shard, True, False) for rank in range(4) for shard in range(4)]
+    assert any(isinstance(call, Packed) for step in steps for call in step.calls)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("ring", MERGED.values(), ids=MERGED)
+def test_a_ring_merges_outputs_that_were_not_rounded(ring: Ring) -> None:
+    """Against f64, where P in bf16 has an error, too; outputs in bf16, as other rings merge them, add theirs."""
+    tensors, modifiers = ring.draw()
+    right, right_lse, _ = ring.exact(tensors, modifiers)
+    for rank in range(4):
+        rows = token_indices(ring.layout, ring.lengths, 4, rank).to(HERE)
+        with mock.patch.object(attend, "F32_PARTIALS", False):
+            rounded, _ = ring_output(ring, rank, tensors[:3])
+        with mock.patch.object(attend, "PACKED_F32_ON_GPU", True):
+            out, lse = ring_output(ring, rank, tensors[:3])
+        wanted = right.index_select(1, rows)
+        error, before = (float((each.double() - wanted).norm() / wanted.norm()) for each in (out, rounded))
+        assert error < 0.85 * before and error < 2e-3, (rank, error, before)
+        assert float((lse.double() - right_lse.index_select(2, rows)).abs().max()) < 1e-4
 
 
 def ring_dq(
@@ -197,8 +213,8 @@ def test_a_ring_rounds_dq_once(layout: Layout) -> None:
 RINGS = {
     "window": Ring(left=700),
     "window, deterministic": Ring(left=700, deterministic=True),
-    "documents": Ring(lengths=(400, 3, 800, 1, 0, 500, 299)),
-    "documents, deterministic": Ring(lengths=(400, 3, 800, 1, 0, 500, 299), deterministic=True, head_dim=64),
+    "documents": Ring(lengths=DOCUMENTS),
+    "documents, deterministic": Ring(lengths=DOCUMENTS, deterministic=True, head_dim=64),
     "two documents": Ring(lengths=(1200, 803), head_dim=96),
     "deterministic": Ring(deterministic=True),
     "deterministic, D64": Ring(deterministic=True, head_dim=64),
@@ -209,7 +225,7 @@ RINGS = {
     "logit scale": Ring(modifiers=("logit_scale",)),
     "D192": Ring(head_dim=192),
     "D192, window": Ring(head_dim=192, left=700),
-    "D256, documents, deterministic": Ring(lengths=(400, 3, 800, 1, 0, 500, 299), deterministic=True, head_dim=256),
+    "D256, documents, deterministic": Ring(lengths=DOCUMENTS, deterministic=True, head_dim=256),
 }
 
 

@@ -100,8 +100,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
     init = forward_launch.PreparedForward.__init__
 
-    def recorded(plan: forward_launch.PreparedForward, *args: Any) -> None:
-        init(plan, *args)
+    def recorded(plan: forward_launch.PreparedForward, *args: Any, **how: Any) -> None:
+        init(plan, *args, **how)
         launches.plans.append(plan)
 
     monkeypatch.setattr(forward_launch.PreparedForward, "__init__", recorded)
@@ -109,6 +109,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     def forget() -> None:
         call_cache.forget()
         forward._prepared.cache_clear()
+        forward._prepared_f32.cache_clear()
         forward_launch._combine_function.cache_clear()
         attention._loaded.cache_clear()
 

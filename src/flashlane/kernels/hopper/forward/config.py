@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from flashlane.core.arch import ELEMENTS
 from flashlane.jit import KernelSource
@@ -165,6 +165,11 @@ class HopperConfig:
     def shared_memory(self) -> int:
         """Bytes of one CTA."""
         return sum(self.regions.values())
+
+    @property
+    def partial(self) -> HopperConfig:
+        """The configuration whose output is f32, as that of a split of the keys; clusters have none."""
+        return replace(self, split=True, combine_in_kernel=False, cluster=1)
 
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""

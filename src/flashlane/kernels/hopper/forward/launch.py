@@ -198,7 +198,7 @@ class PreparedForward:
         partial: bool = False,
     ) -> None:
         if partial:
-            config, self.splits = replace(config, split=True, combine_in_kernel=False), 1
+            config, self.splits = config.partial, 1
         else:
             config, self.splits = config_and_splits(config, problem)
         self.config, self.problem, self.device = config, problem, device
