@@ -19,7 +19,7 @@ from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.forward import ranged, select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.hopper.forward.launch import PreparedForward, config_and_splits, plain_inputs, sources_of
-from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
+from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES, has_row_gradients
 from flashlane.kernels.seqlen import SEQLEN_EXAMPLES
 
 MAX_HEAD_DIM = 256
@@ -150,7 +150,8 @@ class HopperForward(DeviceKernel):
         return repeat
 
     def forward_f32(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> bool:
-        if problem.paged or problem.sinks or not out.numel():  # what combines splits adds the extra logit of sinks
+        # What combines splits adds the extra logit of a row's sum.
+        if problem.paged or has_row_gradients(problem) or not out.numel():
             return False
         plain = plain_inputs(inputs)
         q, k, v = plain.q, plain.k, plain.v
