@@ -370,6 +370,7 @@ def decode_configs(problem: AttentionProblem) -> list[tuple[Any, int | None]]:
     tiles = {rows for _, lines in tables.SHAPES for rows, _ in lines}
     tile = min((rows for rows in tiles if rows >= problem.rows_of_kv_head), default=max(tiles))
     shapes |= {shape for limit, _, compared in tables.COMPARED for shape in compared if problem.head_dim <= limit}
+    shapes |= {rule.shape for rule in tables.STREAM["sm_90a"] if problem.head_dim <= rule.head_dim}
     shapes = {s for s in shapes if 16 * s.warps_m == tile}
     shapes |= {replace(s, cluster=1) for s in shapes if s.ctas == 1}  # where the rule has clusters, none of them too
     found = [config_of(problem, shape) for shape in sorted(shapes, key=repr)]

@@ -157,7 +157,6 @@ COMMANDS = [
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[:3]))
 def test_what_commands_print_fits_the_terminal(files, monkeypatch, words, width):
     monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERMINAL_WIDTH", str(width))
     outcome = CliRunner().invoke(app, words)
     assert outcome.exit_code in (0, 1), (outcome.output, outcome.exception)
     lines = [line for line in outcome.stdout.splitlines() if not line.startswith(("wrote ", "/"))]

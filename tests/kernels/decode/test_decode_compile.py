@@ -278,6 +278,28 @@ def test_the_time_of_stream_k_by_hand() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch": 26, "heads": 8, "seqlen_k": 24000},
+        {"batch": 26, "heads": 8, "seqlen_k": 24000, "seqused_k": True},
+        {"batch": 2, "seqlen_k": 2000},
+        {"batch": 64, "seqlen_k": 1024},
+        {"batch": 8, "heads": 80, "kv_heads": 16, "seqlen_k": 20000},
+        {"batch": 26, "heads": 8, "seqlen_k": 24000, "num_splits": 4},
+    ],
+    ids=names,
+)
+def test_the_configuration_that_is_explained_first_is_the_one_that_runs(change: dict[str, Any]) -> None:
+    problem = replace(BASE, **change)
+    found = KERNEL.predicted_configs(problem)
+    assert found[0][0] == KERNEL.config(problem).describe() and found == sorted(found, key=lambda item: item[1])
+    assert any("stream-K" in words for words, _ in found) == (not problem.num_splits)
+    read = problem.batch * problem.kv_heads * problem.seqlen_k * 512 / 1e9  # ms at 1 TB/s
+    assert all(read / 4.6 < ms < read / 2 + 0.04 for _, ms in found)
+    assert KERNEL.predicted_ms(problem) is None
+
+
 def test_splits_are_even_where_sms_have_equally_many() -> None:
     """Alone on an SM each, two on each, or unlike."""
     assert all(work(tiles, 8, 264).is_even(1) for tiles in (106, 132, 251, 264))

@@ -14,7 +14,7 @@ from flashlane.core.registry import DECODE, FEW_ROWS, DeviceKernel, Repeat, regi
 from flashlane.jit import KernelSource
 from flashlane.kernels.decode.config import DecodeConfig
 from flashlane.kernels.decode.launch import launch_attention, repeated_attention, source_of
-from flashlane.kernels.decode.select import config_for
+from flashlane.kernels.decode.select import compared_configs, config_for, predicted_time
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
 
@@ -63,6 +63,15 @@ class Decode(DeviceKernel):
         if found is None:
             raise ValueError(f"kernel {self.tag!r} cannot run {problem.describe()}: {self.supports(problem)}")
         return found
+
+    def predicted_configs(self, problem: AttentionProblem) -> list[tuple[str, float]]:
+        found = compared_configs(problem.chosen_for)
+        times = {config.describe(): predicted_time(problem, config) / 1e3 for config in found}
+        return sorted(times.items(), key=lambda item: item[1])
+
+    def predicted_ms(self, problem: AttentionProblem) -> float | None:
+        """None: what it reads is predicted without its launch, and so is not compared with other kernels' times."""
+        return None
 
     def kernel_source(self, config: DecodeConfig) -> KernelSource:
         return source_of(config)

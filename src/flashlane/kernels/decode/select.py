@@ -76,21 +76,30 @@ def config_for(problem: AttentionProblem, tma: bool = True) -> DecodeConfig | No
         tma: whether TMA can read K and V.
     """
     problem = problem.chosen_for
+    found = compared_configs(problem, tma)
+    return min(found, key=lambda config: predicted_time(problem, config)) if len(found) > 1 else next(iter(found), None)
+
+
+def compared_configs(problem: AttentionProblem, tma: bool = True) -> list[DecodeConfig]:
+    """The tables' configuration of a problem, if there is one, and those whose predicted times are compared with its.
+
+    Args:
+        problem, tma: as :func:`config_for` has them.
+    """
     tables = (*(PREFERRED[arch] for arch in (problem.arch,) if tma and arch in PREFERRED), SHAPES)
     shapes = (shape for table in tables for shape in _shapes(problem, table))
     wanted = (s for s in shapes if not s.tma or cluster_size(problem, s, 16 * s.warps_m) >= TMA_CLUSTER)
-    found = (config_of(problem, shape) for shape in wanted)
-    first = next((config for config in found if config is not None), None)
+    first = next(filter(None, (config_of(problem, shape) for shape in wanted)), None)
     if first is None or problem.num_splits:
-        return first
-    if first.cluster == 1 and not lengths_differ(problem):
-        if 2 * output_tiles(problem, first.rows) >= sms_of(problem.arch):
-            others = (config_of(problem, replace(shape, cluster=1)) for shape in compared_shapes(problem, first))
-            first = min((first, *filter(None, others)), key=lambda config: _split_time(problem, config))
+        return [] if first is None else [first]
+    found = [first]
+    many = 2 * output_tiles(problem, first.rows) >= sms_of(problem.arch)
+    if many and first.cluster == 1 and not lengths_differ(problem):
+        found += filter(
+            None, (config_of(problem, replace(shape, cluster=1)) for shape in compared_shapes(problem, first))
+        )
     stream = _stream_config(problem)
-    if stream is not None and _stream_time(problem, stream) < _split_time(problem, first, likely=True):
-        return stream
-    return first
+    return found if stream is None else [*found, stream]
 
 
 def compared_shapes(problem: AttentionProblem, config: DecodeConfig) -> Shapes:
@@ -215,21 +224,20 @@ def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resi
     return split_count(work, most)
 
 
-def _split_time(problem: AttentionProblem, config: DecodeConfig, likely: bool = False) -> float:
-    """The predicted time of a configuration with the number of splits that it would have.
+def predicted_time(problem: AttentionProblem, config: DecodeConfig) -> float:
+    """Microseconds that a configuration is predicted to take, without a launch; lengths are as long as they may be."""
+    return _stream_time(problem, config) if config.stream_k else _split_time(problem, config)
 
-    Args:
-        problem: the attention problem.
-        config: the configuration.
-        likely: whether it is that of the fastest of several.
-    """
+
+def _split_time(problem: AttentionProblem, config: DecodeConfig) -> float:
+    """The same of a configuration with splits, of the number that it would have."""
     tiles, sms = output_tiles(problem, config.rows), sms_of(problem.arch)
     resident = sms * config.min_blocks
     work, splits = work_of(problem, config, tiles, resident, sms), splits_for(problem, config, tiles, resident)
     factor = 1.0
-    if likely and lengths_differ(problem):
+    if lengths_differ(problem):
         factor = UNLIKE
-    elif likely and config.cluster == 1 and not work.is_even(splits):
+    elif config.cluster == 1 and not work.is_even(splits):
         factor = UNEVEN
     return work.microseconds(splits) * factor
 
@@ -244,7 +252,7 @@ def _stream_config(problem: AttentionProblem) -> DecodeConfig | None:
 
 
 def _stream_time(problem: AttentionProblem, config: DecodeConfig) -> float:
-    """The predicted time of stream-K, where all sequences are as long as they may be."""
+    """The same of stream-K."""
     tiles, sms = output_tiles(problem, config.rows), sms_of(problem.arch)
     work, ctas = work_of(problem, config, tiles, sms, sms), stream_k_ctas(problem, config, sms)
     _, splits = fitted_range(max(1, work.steps), problem.batch, ctas // problem.kv_heads)
