@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import shutil
 import subprocess
@@ -102,3 +103,17 @@ def test_states_of_blocks_are_those_of_their_pairs(library: ctypes.CDLL, name: s
             wanted = blocks.FULL if block.all() else blocks.PARTIAL if block.any() else blocks.HIDDEN
             ends = min(neighbourhood.tokens, q + size[0]), min(neighbourhood.tokens, k + size[1])
             assert library.state(ctypes.byref(params), q, ends[0], k, ends[1]) == wanted, (q, k)
+
+
+@pytest.mark.parametrize(("shape", "window"), [((200,), (31,)), ((10, 20), (3, 7)), ((4, 5, 10), (3, 3, 5))])
+def test_torchs_own_flex_attention_takes_them_compiled(shape: tuple[int, ...], window: tuple[int, ...]) -> None:
+    """As a graph without breaks, which inductor makes a kernel of; here it runs in torch's operations."""
+    mask, tokens = masks.neighbourhood(shape, window), math.prod(shape)
+    q, k, v = (torch.randn(1, 2, tokens, 16) for _ in range(3))
+    block_mask = torch_flex.create_block_mask(mask, 1, 1, tokens, tokens, device="cpu")
+    compiled = torch.compile(torch_flex.flex_attention, backend="aot_eager", fullgraph=True)
+    at = torch.arange(tokens)
+    visible = mask(0, 0, at[:, None], at[None])
+    assert 0 < int(visible.sum()) < tokens**2
+    scores = (q @ k.transpose(-1, -2) * 16**-0.5).masked_fill(~visible, -math.inf)
+    torch.testing.assert_close(compiled(q, k, v, block_mask=block_mask), scores.softmax(-1) @ v)

@@ -52,7 +52,8 @@ class Neighbourhood:
     @property
     def strides(self) -> tuple[int, ...]:
         """Tokens from one position of each axis to the next."""
-        return tuple(math.prod(n for n, _ in self.axes[axis + 1 :]) * self.position for axis in range(AXES))
+        _, (rows, _), (columns, _) = self.axes  # torch.compile takes no generator in math.prod
+        return rows * columns * self.position, columns * self.position, self.position
 
     @property
     def window(self) -> int:
