@@ -123,6 +123,9 @@ def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
     changes = ({"dtype": torch.float16}, SCORE_EXAMPLES[0], {"seqlen_k": 1024}, {"batch": 16, "seqused_k": True})
     changes += ({"num_splits": 1},)
     changes += tuple(dict.fromkeys(PAGED, rows) for rows in (16, 17, 64, 256))
+    many = {"batch": 64, "seqused_k": True}  # by stream-K
+    changes += ({"batch": 256, "dtype": torch.float16}, {"batch": 256, **SCORE_EXAMPLES[0]}, many)
+    changes += tuple(many | dict.fromkeys(PAGED, rows) for rows in (16, 17))
     for arch, (head_dim, head_dim_v), seqlen_q in itertools.product(kernel.architectures, shapes, (1, 8, 16)):
         plain = replace(base, arch=arch, head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q)
         more = [replace(plain, **change) for change in changes] if head_dim == 128 else []
