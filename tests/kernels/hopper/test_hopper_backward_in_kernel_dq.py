@@ -182,7 +182,7 @@ def test_short_sequences_of_many_heads_have_in_kernel_dq() -> None:
     changed = (
         {"batch": 1},
         {"deterministic": True},
-        {"seqlen_q": 8192, "seqlen_k": 8192},
+        {"seqlen_q": 4096},
         {"head_dim": 64, "head_dim_v": 64},
         {"softcap": 9.0},
     )

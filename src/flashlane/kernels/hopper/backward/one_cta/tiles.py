@@ -46,9 +46,8 @@ STEP_MICROSECONDS = 2.23e-4
 (notebook 0037)."""
 PEELED_STEP = 0.98
 """The same with 80 queries and a peeled first step, as a part of it."""
-SAVED_BY_IDLE_WARPS = 0.25
-"""Part of the time of the preprocess and the postprocess kernel that idle warps save, for the choice of a tile: 0.06 to
-0.26 in seven causal problems (notebook 0043)."""
+SAVED_BY_IDLE_WARPS = 0.5
+"""Part of the time of the preprocess and the postprocess kernel that idle warps save, for the choice of a tile."""
 MAX_REGISTER_ATOMICS = 96
 """Head dims up to which consumers have registers to spare for the time that the atomics to dq_accum take."""
 MAX_SMALL_REGISTER_ATOMICS = 120
@@ -129,11 +128,10 @@ def long_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     elif problem.varlen and problem.has_right_only and typical_length(problem) <= SHORT:
         rows = 64
     elif not problem.varlen and problem.has_right_only and not few_steps(problem):
-        few = tile_of_few_steps(problem, tile)
-        if few.postprocess == "idle_warps" and not long_steps_are_faster(problem, few):
+        rows, few = least_work(problem, tile, (80, 64), WIDE_STEP), tile_of_few_steps(problem, tile)
+        # Faster than with one stage of K (notebook 0043); of more queries than keys it was not timed.
+        if rows == 64 and few.postprocess == "idle_warps" and problem.seqlen_q <= problem.seqlen_k:
             return few
-        # Without idle warps steps of 64 queries were faster only for tiles that are split.
-        rows = 80 if few.postprocess == "idle_warps" else least_work(problem, tile, (80, 64), WIDE_STEP)
     if rows == 80:
         return replace(tile, block_m=80, ping_pong="off" if largest in WITHOUT_PING_PONG else "until_complete")
     return replace(tile, block_m=64, ping_pong="off" if window or problem.varlen else "until_issued")
