@@ -140,7 +140,7 @@ def check_gradient_inputs(
     out: torch.Tensor,
     lse: torch.Tensor,
     do: torch.Tensor,
-    dlse: torch.Tensor | None,
+    dlse: torch.Tensor | None = None,
 ) -> None:
     """What a backward kernel reads besides the inputs must be of their call: output, LSE and their gradients."""
     import torch

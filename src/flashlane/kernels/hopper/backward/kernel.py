@@ -198,7 +198,7 @@ def _run(
     out: torch.Tensor,
     lse: torch.Tensor,
     do: torch.Tensor,
-    dlse: torch.Tensor | None,
+    dlse: torch.Tensor | None = None,
 ) -> Gradients:
     """The gradients of a checked call."""
     if torch.is_grad_enabled():
@@ -302,21 +302,12 @@ class HopperBackward(BackwardKernel, CompiledKernel):
         return hopper_backward(problem, *call, bias_grad=bias_grad, config=config)
 
     def run_f32(
-        self,
-        problem: AttentionProblem,
-        inputs: Inputs,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        do: torch.Tensor,
-        dlse: torch.Tensor | None = None,
-        *,
-        f32_dq: bool,
-        forward: Kernel | None = None,
+        self, problem: AttentionProblem, inputs: Inputs, *call: Any, f32_dq: bool, forward: Kernel | None = None
     ) -> Gradients | None:
-        check_gradient_inputs(problem, inputs, out, lse, do, dlse)
+        check_gradient_inputs(problem, inputs, *call)
         problem, q, k = problem.with_hiding_sides, inputs.q, inputs.k
         prepared = prepared_of_rank(problem, None, f32_dq, q.shape, k.shape, q.device.index)
-        return None if prepared is None else _run(prepared, problem, inputs, out, lse, do, dlse)
+        return None if prepared is None else _run(prepared, problem, inputs, *call)
 
 
 KERNEL = register(HopperBackward())
