@@ -22,25 +22,25 @@ LAST_WAVE = 0.95
 """The time of a last wave over what its CTAs would take by themselves: the wave before has not quite ended."""
 COMBINE_TIME, SPLIT_TIME, SUMS_TIME = 1.8, 0.1, 2.2
 """Microseconds of combining splits: for any number, for each split, and for each thousand sums of an output tile."""
+PASS_TIME = 3.0
+"""Microseconds of each further pass of a combine whose splits do not fit its shared memory together. This, ALONE, and
+that CTAs of one SM compute no faster than one, were found with 214 problems whose lengths are on the device, on an H200
+(benchmarks/archive/decode_lengths_fit.json)."""
 STREAM_TIME = 6.0
-"""Microseconds that stream-K takes besides reading and combining. This and UNEVEN were found with 87 problems of 40
-microseconds and more on an H200, and the two below with 53 whose lengths are on the device
+"""Microseconds that stream-K takes besides reading and combining. This and UNEVEN were found with 74 dense problems,
+STREAM_LENGTHS_TIME and UNLIKE with 53 whose lengths are on the device, on an H200
 (benchmarks/archive/decode_stream_k.json)."""
+STREAM_LENGTHS_TIME = 9.0
+"""Microseconds more where the device finds out how long sequences are."""
 STREAM_ROWS_TIME = 3.0
 """Microseconds that 16 rows more than 16 cost for each tile of a CTA with stream-K: one problem, tiles of 11 steps."""
 UNEVEN = 1.06
 """The time of splits over its prediction, where SMs do not all have equally many that begin together: the prediction is
 the least of several that are all uncertain."""
-UNLIKE = 1.1
-"""The same where sequences may have different lengths."""
-STREAM_LENGTHS_TIME = 9.0
-"""Microseconds that stream-K takes besides where the device finds out how long sequences are."""
 EVEN_ALONE, EVEN = 0.8, 0.95
-"""The share of places that splits fill where they do: of the SMs if each has one, and otherwise of as many on each."""
-PASS_TIME = 3.0
-"""Microseconds of each further pass of a combine whose splits do not fit its shared memory together. This, ALONE, and
-that CTAs of one SM compute no faster than one, were found with 214 problems whose lengths are on the device, on an H200
-(benchmarks/archive/decode_lengths_fit.json)."""
+"""The share of places that splits fill where SMs do: of the SMs if each has one, and otherwise of as many on each."""
+UNLIKE = 1.1
+"""The time of splits over its prediction where sequences may have different lengths."""
 
 
 def lengths_differ(problem: AttentionProblem) -> bool:
@@ -71,10 +71,10 @@ class Work:
     """Microseconds of a launch that combines the splits, where there is one."""
     scratch: int = 0
     """Bytes of shared memory in which the last CTA combines the splits of its sums; 0 where a launch does."""
-    copy_rate: float = COPY_RATE
-    """MB a microsecond that all SMs read together."""
     rows: int = 0
     """Rows whose statistics lie there for each split, of 8 bytes each."""
+    copy_rate: float = COPY_RATE
+    """MB a microsecond that all SMs read together."""
 
     def microseconds(self, splits: int) -> float:
         """The predicted time with so many splits, without that of a launch."""

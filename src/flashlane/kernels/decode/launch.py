@@ -208,7 +208,7 @@ def _config_for(problem: AttentionProblem, config: DecodeConfig | None, sides: t
     """The configuration that was asked for, if it can run, or the heuristic's."""
     reason = next(filter(None, (_no_tma(problem, *side) for side in sides)), None)
     if config is None:
-        config = config_for(problem, tma=reason is None)
+        config = config_for(problem) if reason is None else config_for(problem, tma=False)
     elif config.tma and reason is not None:
         raise ValueError(f"config is {config.describe()}; {reason}")
     if problem.num_splits and (config.stream_k or config.cluster > 1):

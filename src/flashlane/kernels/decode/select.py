@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
+from flashlane.core.registry import memoised
 from flashlane.kernels.decode.config import DecodeConfig
 from flashlane.kernels.decode.tables import (
     CLUSTERS,
@@ -68,6 +69,7 @@ def output_tiles(problem: AttentionProblem, rows: int) -> int:
     return problem.batch * problem.kv_heads * max(1, -(-problem.rows_of_kv_head // rows))
 
 
+@memoised
 def config_for(problem: AttentionProblem, tma: bool = True) -> DecodeConfig | None:
     """The configuration of a problem, or None when no shape fits the architecture's shared memory.
 
@@ -76,8 +78,7 @@ def config_for(problem: AttentionProblem, tma: bool = True) -> DecodeConfig | No
         tma: whether TMA can read K and V.
     """
     problem = problem.chosen_for
-    found = compared_configs(problem, tma)
-    return min(found, key=lambda config: predicted_time(problem, config)) if len(found) > 1 else next(iter(found), None)
+    return min(compared_configs(problem, tma), key=lambda config: predicted_time(problem, config), default=None)
 
 
 def compared_configs(problem: AttentionProblem, tma: bool = True) -> list[DecodeConfig]:

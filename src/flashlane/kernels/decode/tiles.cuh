@@ -76,18 +76,17 @@ struct Maps {
 // other stages hold the next tile's keys; with stream-K it is apart from them where a step's has no room. Else it is
 // that of the pipelines.
 constexpr int LEAST_SCRATCH = larger(WARP_GROUPS * SUM_BYTES, cfg::MAX_SPLITS * (BLOCK_M * 8 + 16));
-constexpr bool SCRATCH_IN_STAGE = TMA || (STREAM_K && LEAST_SCRATCH <= STEP_BYTES);
-constexpr bool OWN_SCRATCH = STREAM_K && !SCRATCH_IN_STAGE;
-constexpr int SCRATCH_BYTES = SCRATCH_IN_STAGE ? STEP_BYTES
-                              : OWN_SCRATCH    ? LEAST_SCRATCH
-                                               : larger(PIPELINES_BYTES, LEAST_SCRATCH);
+constexpr bool OWN_SCRATCH = STREAM_K && LEAST_SCRATCH > STEP_BYTES;
+constexpr int SCRATCH_BYTES = OWN_SCRATCH       ? LEAST_SCRATCH
+                              : TMA || STREAM_K ? STEP_BYTES
+                                                : larger(PIPELINES_BYTES, LEAST_SCRATCH);
 constexpr int QUERY_BYTES = LayoutQ::bytes(BLOCK_M);
 constexpr int QUERY_STAGES = STREAM_K ? 2 : 1;  // with stream-K the next tile's are loaded before the tile ends
 constexpr int TILE_STAGES = 4;  // with stream-K: work tiles that are published ahead, since they may be short
 constexpr int WORK_TILE_BYTES = 144;
 
 struct PipelineStorage {  // from shared_memory on; TMA's swizzle needs it at a multiple of 1024
-    unsigned char stages[SCRATCH_IN_STAGE || OWN_SCRATCH ? PIPELINES_BYTES : SCRATCH_BYTES];
+    unsigned char stages[TMA || STREAM_K ? PIPELINES_BYTES : SCRATCH_BYTES];
     unsigned char queries[QUERY_STAGES * QUERY_BYTES];
 };
 template <bool USED>
