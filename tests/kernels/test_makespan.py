@@ -174,9 +174,14 @@ def test_explain_shows_the_configuration_that_runs_and_how_much_slower_the_next_
 def test_what_is_empty_has_a_configuration(arch, empty) -> None:
     """The cost models count tiles and SMs; a launch of no tiles must not divide by their number."""
     base = AttentionProblem(2, 8, 8, 1024, 1024, 128, 128, torch.float16, 0.1, arch=arch)
-    for asked in (replace(base, **empty), replace(base, dtype=torch.float32, **empty)):
-        able = (kernel for kernel in registry.kernels(listed_only=True) if kernel.supports(asked) is None)
-        assert [kernel.config(asked) for kernel in able if hasattr(kernel, "config")]
+    few = replace(base, seqlen_q=1, kv_heads=1, head_dim=64, head_dim_v=64)  # decode compares several configurations
+    of_bases = (base, replace(base, dtype=torch.float32), few, replace(few, seqused_k=True))
+    for asked in (replace(of_base, **empty) for of_base in of_bases):
+        able = [kernel for kernel in registry.kernels(listed_only=True) if kernel.supports(asked) is None]
+        with_configs = [kernel for kernel in able if hasattr(kernel, "config")]
+        assert [kernel.config(asked) for kernel in with_configs]
+        for kernel in with_configs:
+            assert all(ms > 0 for _, ms in kernel.predicted_configs(asked)), kernel.tag
         assert dispatch.select(asked).tag
 
 

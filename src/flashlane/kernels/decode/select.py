@@ -65,8 +65,8 @@ def workload_of(problem: AttentionProblem, rows: int) -> Workload:
 
 
 def output_tiles(problem: AttentionProblem, rows: int) -> int:
-    """Sequences × KV heads × tiles of ``rows`` rows."""
-    return problem.batch * problem.kv_heads * max(1, -(-problem.rows_of_kv_head // rows))
+    """Sequences × KV heads × tiles of ``rows`` rows; of an empty batch those of one sequence, as times are per tile."""
+    return max(1, problem.batch) * problem.kv_heads * max(1, -(-problem.rows_of_kv_head // rows))
 
 
 @memoised
@@ -256,7 +256,7 @@ def _stream_time(problem: AttentionProblem, config: DecodeConfig) -> float:
     """The same of stream-K."""
     tiles, sms = output_tiles(problem, config.rows), sms_of(problem.arch)
     work, ctas = work_of(problem, config, tiles, sms, sms), stream_k_ctas(problem, config, sms)
-    _, splits = fitted_range(max(1, work.steps), problem.batch, ctas // problem.kv_heads)
+    _, splits = fitted_range(max(1, work.steps), tiles // problem.kv_heads, ctas // problem.kv_heads)
     return work.stream_microseconds(ctas, splits) + STREAM_LENGTHS_TIME * lengths_differ(problem)
 
 
