@@ -129,8 +129,7 @@ def test_a_ring_merges_outputs_that_were_not_rounded(ring: Ring) -> None:
         rows = token_indices(ring.layout, ring.lengths, 4, rank).to(HERE)
         with mock.patch.object(attend, "F32_PARTIALS", False):
             rounded, _ = ring_output(ring, rank, tensors[:3])
-        with mock.patch.object(attend, "PACKED_F32_ON_GPU", True):
-            out, lse = ring_output(ring, rank, tensors[:3])
+        out, lse = ring_output(ring, rank, tensors[:3])
         wanted = right.index_select(1, rows)
         error, before = (float((each.double() - wanted).norm() / wanted.norm()) for each in (out, rounded))
         assert error < 0.85 * before and error < 2e-3, (rank, error, before)

@@ -219,9 +219,6 @@ def _enqueue_forward(part: Prepared, out: torch.Tensor, lse: torch.Tensor) -> No
 
 F32_PARTIALS = True
 """Whether outputs that are merged are f32, where their kernel can."""
-PACKED_F32_ON_GPU = False
-"""Whether those of packed sequences are, on a GPU. Their kernels were compiled and have not run on one yet;
-tests/kernels/hopper/test_hopper_forward_f32_gpu.py is to pass first."""
 
 
 def _forward_f32(part: Prepared, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor | None:
@@ -229,7 +226,6 @@ def _forward_f32(part: Prepared, out: torch.Tensor, lse: torch.Tensor) -> torch.
     inputs = part.inputs
     if (
         not F32_PARTIALS
-        or (part.varlen and out.is_cuda and not PACKED_F32_ON_GPU)
         or out.dtype == inputs.q.dtype
         or any(t.data_ptr() % VECTOR_BYTES for t in (inputs.q, inputs.k, inputs.v))
     ):

@@ -61,7 +61,7 @@ def config_with(*args: Any, **more: Any) -> OneCtaConfig:
         (128, {**CAUSAL, "varlen": True}, "in_turn"),
         (128, {**CAUSAL, "varlen": True, "seqlen": 4096}, "dq_and_ds"),
         (128, {**WINDOW, "varlen": True}, "in_turn"),
-        (128, {"seqlen": 4096}, "ds_and_dq"),  # steps of 80 queries leave no other room; its last tiles are split
+        (128, {"seqlen": 4096}, "dq_and_ds"),  # steps of 80 queries leave no other room, also where tiles are split
         (104, {**CAUSAL, "seqlen": 4096}, "dq_and_ds"),
         (128, {**CAUSAL, "seqlen": 4096, "alibi": True}, "registers"),
     ],
@@ -150,8 +150,8 @@ def test_dv_takes_the_place_of_ds_and_dk_that_of_dq() -> None:
     config = replace(config_with(128, seqlen=4096), split_q=False)
     without = replace(config, tma_stores=False)
     assert config.staging == "dq_and_ds" and config.shared_memory == without.shared_memory
-    for other in ({"split_q": True}, {"peeled": False}):
-        assert replace(config, **other).staging == "ds_and_dq", "dV is complete, and its place free, after the last dQ"
+    assert replace(config, split_q=True).staging == "dq_and_ds", "the whole tiles of a launch that splits others"
+    assert replace(config, peeled=False).staging == "ds_and_dq", "dV is complete, and its place free, after the last dQ"
     fits = {rows: replace(config, block_m=rows).staging for rows in (48, 80)}
     assert fits == {48: "both", 80: "dq_and_ds"}, "fewer queries leave room"
     for other in (

@@ -111,7 +111,7 @@ class OneCtaConfig(GradientConfig):
                 if sum(self._regions(staging).values()) <= shared_limit(ARCH):
                     return staging
             if self._fits_ds_and_dq:
-                return "dq_and_ds" if self.peels and not self.split_q else "ds_and_dq"
+                return "dq_and_ds" if self.peels else "ds_and_dq"
             if self._fits_ds_and_room:
                 return "ds_and_room"
         return "registers"

@@ -49,8 +49,9 @@ struct Consumer {
             wait_for_load(at.batch);
             __syncwarp();
             arrive(SMEM(tile_empty), stage);
-            if (UNDER_LAST_DQ && steps > 0) continue;
-            if (SPLIT_Q && !combine_splits(p, uniform(at.split()), number, dk, dv)) continue;
+            const int split = SPLIT_Q ? uniform(at.split()) : 0;
+            if (UNDER_LAST_DQ && steps > 0 && split == 0) continue;
+            if (SPLIT_Q && !combine_splits(p, split, number, dk, dv)) continue;
             if constexpr (STAGING == Staging::DQ_AND_DS) {
                 wait_for_staged();
                 stage_dv(tile, next_slice()), stage_dk(tile);
@@ -93,17 +94,21 @@ struct Consumer {
                                   p.scale);
     }
     // The last dQ of a tile, under which dV is staged. Its fragment takes dQ when TMA has read dV, under which dK is
-    // staged.
+    // staged. Those of a split are not complete before all splits are.
     __device__ __forceinline__ void last_dq_and_stores() {
-        const WorkTile tile(p, tile_coordinates(base, tiles % TILE_STAGES), BLOCK_N);
+        const TileCoordinates at = tile_coordinates(base, tiles % TILE_STAGES);
+        const WorkTile tile(p, at, BLOCK_N);
+        const bool complete = !SPLIT_Q || uniform(at.split()) == 0;
         gemm_dq(SMEM_TILE(k));
-        stage_dv(tile, dq_slices());
+        if (complete) stage_dv(tile, dq_slices());
         wait_for_dq<0>();
         arrive(SMEM(k_empty));
         arrive(SMEM(ds_empty), dq_slices() % DS_STAGES);
-        stage_dk(tile);
-        if (lane == 0) bulk_wait_read_but_last();         // dV
-        __syncwarp();
+        if (complete) {
+            stage_dk(tile);
+            if (lane == 0) bulk_wait_read_but_last();     // dV
+            __syncwarp();
+        }
         leave_dq();
     }
     // A warp's rows. The copies run under the next tile, but for that of dV where dK takes its place.

@@ -47,8 +47,8 @@ static_assert(STAGING != Staging::DS_AND_ROOM || (K_STAGES == 1 && QK_CHUNKS == 
 static_assert(!PEELED || (!PIPELINED_TILES && !SKIPS_HIDDEN && !Dq::IN_ORDER));
 // The first step then makes dP before S, as V comes before K.
 constexpr bool DP_FIRST = PEELED;
-// Of splits it is not known before the end whether dK and dV are complete.
-constexpr bool UNDER_LAST_DQ = STAGING == Staging::DQ_AND_DS && !SPLIT_Q;
+// Of whole tiles; dK and dV of a split are complete later.
+constexpr bool UNDER_LAST_DQ = STAGING == Staging::DQ_AND_DS;
 static_assert(STAGING != Staging::DQ_AND_DS ||
                   (Dq::TMA && K_STAGES == 1 && DQ_STAGES == 1 && PEELED &&
                    2 * QK_CHUNKS * STAGED_CHUNK <= ROWS_CHUNK && V_CHUNKS * STAGED_CHUNK <= FRAGMENT_BYTES),
