@@ -15,7 +15,8 @@ from dataclasses import replace
 from hopper_shapes import Shape
 
 from flashlane.bench.measure import drawn
-from flashlane.kernels.hopper.arch import L2_MIB, SECTOR
+from flashlane.kernels.hopper.arch import L2_MIB
+from flashlane.kernels.memory_rate import SECTOR
 
 Kinds = tuple[tuple[str, int, float], ...]
 """Dtype, head dim and most FLOP of the forward pass, one problem of each in turn."""

@@ -15,6 +15,8 @@ COPY_RATE = 4.46
 READ_SHARE = 0.926
 """The same over the rate that the driver says of an H200, 4.814. An H100 read 3.0 to 3.1 of 3.35
 (benchmarks/archive/decode_stream_k_ctas.json)."""
+SECTOR = 32
+"""Bytes of a sector, the unit in which the L2 cache is read and filled."""
 POSSIBLE = 0.1, 50.0
 """Rates beyond which what a driver says is not believed."""
 

@@ -11,6 +11,7 @@ import torch
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.ranges import OWN, Chunk, Range, Ranges
 from flashlane.kernels import makespan
+from flashlane.kernels.hopper.arch import L2_MIB
 from flashlane.kernels.hopper.forward import cost, ranged, select, tiles
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 
@@ -96,6 +97,17 @@ def test_many_tiles_have_the_sections_of_other_launches() -> None:
     problem = asked(131072, 196608)
     config = KERNEL.config(problem)
     assert select.section_of_ranges([problem], config) in select.section_sizes(problem, config)
+
+
+@pytest.mark.parametrize("keys", [(32768, 8192), (24576, 16384)])
+def test_ranges_of_many_long_heads_read_their_keys_from_the_l2_cache(keys: tuple[int, int]) -> None:
+    """A rank of two with 32 KV heads and 16,384 tokens: all heads at once took 4 to 9 % longer on an H200."""
+    parts = [asked(8192, each, kv_heads=32) for each in keys]
+    config = KERNEL.config(parts[0])
+    chosen = select.section_of_ranges(parts, config)
+    assert chosen * cost.mebibytes_of_head(parts[0], config) <= L2_MIB
+    few = [asked(4096, each // 2) for each in keys]
+    assert select.section_of_ranges(few, config) >= 16, "eight KV heads of half as many keys nearly fit"
 
 
 def last_keys(ranges: Ranges, rows: int) -> torch.Tensor:

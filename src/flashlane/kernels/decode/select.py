@@ -25,7 +25,7 @@ from flashlane.kernels.decode.tables import (
     Workload,
 )
 from flashlane.kernels.grid_cost import sms_of
-from flashlane.kernels.memory_rate import copy_rate
+from flashlane.kernels.memory_rate import SECTOR, copy_rate
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.split_kv import STREAM_LENGTHS_TIME, UNEVEN, UNLIKE, Work, lengths_differ, split_count
 
@@ -190,6 +190,9 @@ def stages_wanted(config: DecodeConfig) -> int:
     return max(2, min(MAX_STAGES, 1 + -(-wanted // one)))
 
 
+OFF_SECTOR, OFF_SECTOR_CLUSTER, OFF_SECTOR_STREAM = 0.78, 0.6, 0.64
+"""Parts of the copy rate of rows that do not start on a sector, with splits, clusters and stream-K: sixty problems of
+head dims 72 to 248 (benchmarks/archive/decode_head_dims.json)."""
 TILE_TIME, COLUMNS_TIME, WARP_TIME = 0.209, 0.263, 0.097
 """Microseconds that a warp group takes for its tile of a step: for any tile; for 16 keys of 128 columns; and the share
 by which each further warp of the group makes the second longer."""
@@ -207,8 +210,15 @@ def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, residen
         tiles, -(-keys_of(problem) // (config.step * config.cluster)), max(1, held), sms,
         config.cluster * config.step * 2 * (config.head_dim + config.head_dim_v), time,
         min(config.rows, problem.rows_of_kv_head) * config.head_dim_v, of_one, scratch=config.scratch, rows=config.rows,
-        copy_rate=copy_rate(problem.arch),
+        copy_rate=copy_rate(problem.arch) * _share_of_copy_rate(problem, config),
     )  # fmt: skip
+
+
+def _share_of_copy_rate(problem: AttentionProblem, config: DecodeConfig) -> float:
+    """Which part of the copy rate rows of K and V are read with, by whether they start on a sector."""
+    if not any(dim * problem.dtype.itemsize % SECTOR for dim in (problem.head_dim, problem.head_dim_v)):
+        return 1.0
+    return OFF_SECTOR_STREAM if config.stream_k else OFF_SECTOR_CLUSTER if config.cluster > 1 else OFF_SECTOR
 
 
 def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resident: int) -> int:

@@ -13,5 +13,3 @@ L2_BYTES = 32 << 20
 """About how much heads that run at once read again; in short sequences no more than stays in the L2 cache."""
 L2_MIB = 60
 """Size of the L2 cache of an H200 (H100: 50)."""
-SECTOR = 32
-"""Bytes of a sector, the unit in which the L2 cache is read and filled."""

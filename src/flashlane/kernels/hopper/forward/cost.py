@@ -15,11 +15,11 @@ from pathlib import Path
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels import tile_cost
-from flashlane.kernels.hopper.arch import L2_MIB, SECTOR, SMS
+from flashlane.kernels.hopper.arch import L2_MIB, SMS
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
-from flashlane.kernels.memory_rate import COPY_RATE
+from flashlane.kernels.memory_rate import COPY_RATE, SECTOR
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 MATRIX_TFLOPS = 620.0
@@ -207,6 +207,19 @@ def mebibytes_of_head(problem: AttentionProblem, config: HopperConfig) -> float:
     """MiB of K and V of a tile head, of which several may share them."""
     sharing = max(1, problem.group // config.packed_heads)
     return problem.seqlen_k * (problem.head_dim + config.columns_v) * problem.dtype.itemsize / sharing / 2**20
+
+
+def streamed(problem: AttentionProblem, config: HopperConfig, section: int, block: float) -> float:
+    """TB/s of K and V of a section's heads, of which all tiles that run at once read the same keys.
+
+    Args:
+        problem, config: as :func:`slowdown` has them.
+        section: tile heads of a section.
+        block: microseconds of an n-block.
+    """
+    streams = min(section, SMS // config.cluster) / max(1, problem.group // config.packed_heads)
+    width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
+    return streams * config.block_n * width / block / 1e6
 
 
 def slowdown(

@@ -36,6 +36,9 @@ SEPARATE_COMBINE = 4.0
 MOST_SIMULATED = 6000
 """Tiles of a launch of ranges up to which all numbers of heads of a section are compared whose K and V stay in the L2
 cache; it takes up to 0.1 s."""
+FROM_MEMORY = 0.06
+"""What a launch of ranges takes longer for each TB/s of K and V that comes from device memory, as a part of its time:
+long launches are at the power limit, and what memory draws lowers the clock (notebook 0045)."""
 CLOSE = 1 - 1e-9
 """What a lower bound counts, which is rounded as the time is."""
 
@@ -165,15 +168,16 @@ def section_of_ranges(parts: Sequence[AttentionProblem], config: HopperConfig) -
     """
     launches = [cost.Launch(part, config, 1) for part in parts]
     longest = max(launches, key=lambda each: sum(each.costs))
-    sizes = section_sizes(longest.problem, config)
+    sizes, kept = section_sizes(longest.problem, config), cost.mebibytes_of_head(longest.problem, config)
     if sum(len(each.costs) for each in launches) * longest.heads <= MOST_SIMULATED:
-        kept = cost.mebibytes_of_head(longest.problem, config)
         sizes += [size for size in range(1, longest.heads) if size * kept <= L2_MIB and size not in sizes]
 
     def predicted(size: int) -> float:
         sections = makespan.sections_of(longest.heads, size)
         runs = ((tile, heads) for each in launches for heads in sections for tile in each.costs)
         slowdown = cost.slowdown(longest.problem, config, size, longest.costs, longest.one.block, longest.traffic)
+        if size * kept > L2_MIB:
+            slowdown *= 1 + FROM_MEMORY * cost.streamed(longest.problem, config, size, longest.one.block)
         return makespan.makespan_of_runs(runs, longest.workers) * slowdown
 
     return min(sizes, key=predicted)

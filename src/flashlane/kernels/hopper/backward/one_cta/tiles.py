@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.arch import SECTOR, SMS
+from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward.design_cost import BYTES_OF_A_MICROSECOND, STATISTICS_BYTES, SUMS_BYTES
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, steps_of
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
@@ -13,6 +13,7 @@ from flashlane.kernels.hopper.backward.one_cta.config import IN_DS, Dq, OneCtaCo
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
 from flashlane.kernels.hopper.backward.seen_keys import seen_n_blocks
 from flashlane.kernels.hopper.backward.split_q import split_of
+from flashlane.kernels.memory_rate import SECTOR
 from flashlane.kernels.score import ScoreConfig
 
 SHORT = 1024
