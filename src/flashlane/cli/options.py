@@ -210,10 +210,10 @@ def check_seconds(seconds: float | None) -> None:
 
 def check_layouts(problems: Iterable[AttentionProblem], directions: Sequence[Direction], **dense: bool) -> None:
     """ValueError where a layout does not go with what is measured; ``dense`` are options of dense problems only."""
-    from flashlane.kernels.features import CACHE, PAGED
+    from flashlane.kernels.features import is_cached
 
     for problem in problems:
-        cached = any(getattr(problem, name) for name in (*CACHE, *PAGED))
+        cached = is_cached(problem)
         if cached and set(directions) != {"forward"}:
             raise ValueError("--layout cache and paged have no backward pass: they go without --backward and --both")
         for name in dense:

@@ -43,6 +43,11 @@ PAGED = of_group("paged")
 """A key/value cache in pages."""
 
 
+def is_cached(problem: AttentionProblem) -> bool:
+    """Whether k and v of a problem are a key/value cache: its sequences lie somewhere in it, or it has pages."""
+    return any(getattr(problem, name) for name in (*CACHE, *PAGED))
+
+
 def unsupported_features(problem: AttentionProblem, dtypes: Iterable[str], able: Iterable[str] = ()) -> str | None:
     """Why a kernel with plain masks (causal, window) cannot run a problem, or None.
 

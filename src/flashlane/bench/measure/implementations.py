@@ -17,7 +17,7 @@ from flashlane.bench.measure.peers import Peer
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import FEATURES, AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
-from flashlane.kernels.features import CACHE, PAGED, VARLEN
+from flashlane.kernels.features import CACHE, PAGED, VARLEN, is_cached
 
 if TYPE_CHECKING:
     from flashlane.bench.measure.runner import Selection
@@ -138,7 +138,7 @@ def public_call(problem: AttentionProblem, inputs: Inputs, tag: str) -> Callable
         lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, inputs.max_seqlen_k)
         options |= {"block_table": inputs.block_table, "deterministic": problem.deterministic}
         return lambda: flashlane.flash_attn_varlen_func(q, k, v, *lengths, **options)
-    if any(getattr(problem, name) for name in (*CACHE, *PAGED)):
+    if is_cached(problem):
         options |= {"cache_seqlens": inputs.seqused_k, "cache_batch_idx": inputs.batch_idx}
         options |= {"cache_leftpad": inputs.leftpad_k, "block_table": inputs.block_table}
         return lambda: flashlane.flash_attn_with_kvcache(q, k, v, num_splits=problem.num_splits, **options)

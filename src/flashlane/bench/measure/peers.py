@@ -14,7 +14,7 @@ import inspect
 import os
 import re
 import runpy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from flashlane.bench.measure import peers_flashinfer as flashinfer
 from flashlane.core import aliases
 from flashlane.core.modifiers import NUMBERS, numbers_for
-from flashlane.core.problem import FEATURES, AttentionProblem, Inputs
-from flashlane.kernels.features import BIAS, VARLEN
+from flashlane.core.problem import ARGUMENTS, FEATURES, AttentionProblem, Inputs
+from flashlane.kernels.features import BIAS, PAGED, VARLEN, is_cached
 from flashlane.reference.masks import sequence_batches
 
 Call = Callable[[], torch.Tensor]
@@ -128,7 +129,8 @@ def _half_only(problem: AttentionProblem) -> Reason:
 def _other_alignment(problem: AttentionProblem) -> Reason:
     """The reason of a peer whose causal masks and windows are bottom-right aligned, or None."""
     masked = problem.window_left >= 0 or problem.window_right >= 0
-    if masked and problem.alignment != "bottom-right" and (problem.varlen or problem.seqlen_q != problem.seqlen_k):
+    unlike = problem.varlen or is_cached(problem) or problem.seqlen_q != problem.seqlen_k
+    if masked and problem.alignment != "bottom-right" and unlike:
         return "its masks are bottom-right aligned"
     return None
 
@@ -146,11 +148,16 @@ def _shared_modifiers() -> tuple[str, ...]:
     return tuple(name for name in NUMBERS if name in names)
 
 
-def _flash_attn_supports(problem: AttentionProblem) -> Reason:
-    """FlashAttention-2, -3 and -4 take windows, packed sequences and the modifiers of :func:`_shared_modifiers`."""
+def _flash_attn_supports(problem: AttentionProblem, *of_cache: str) -> Reason:
+    """FlashAttention-2, -3 and -4 take windows, packed sequences and the modifiers of :func:`_shared_modifiers`.
+
+    ``of_cache`` are the features of caches that one of them takes.
+    """
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"dtype {problem.dtype_name}; it takes f16 and bf16"
-    return _other_alignment(problem) or _beyond(problem, *VARLEN, *_shared_modifiers())
+    if problem.varlen and is_cached(problem):
+        return "the bench does not give it packed queries of a cache"
+    return _other_alignment(problem) or _beyond(problem, *VARLEN, *of_cache, *_shared_modifiers())
 
 
 # --- torch's scaled_dot_product_attention, one entry a backend ---
@@ -179,7 +186,15 @@ def _aligned_with_torch(problem: AttentionProblem) -> bool:
 
 
 def _sdpa_supports(problem: AttentionProblem) -> Reason:
+    return _without_lengths(problem) or _bias_only(problem)
+
+
+def _bias_only(problem: AttentionProblem) -> Reason:
     return _beyond(problem, *BIAS)
+
+
+def _without_lengths(problem: AttentionProblem) -> Reason:
+    return "SDPA takes no lengths of sequences and no pages" if is_cached(problem) else None
 
 
 def _cudnn_supports(problem: AttentionProblem) -> Reason:
@@ -193,6 +208,8 @@ def _nondeterministic(problem: AttentionProblem) -> Reason:
 
 
 def _sdpa_maskless(problem: AttentionProblem) -> Reason:
+    if is_cached(problem):
+        return _without_lengths(problem)
     if _windowed(problem) or problem.bias:
         return "it takes no attn_mask"
     if problem.causal and not _aligned_with_torch(problem):
@@ -204,15 +221,16 @@ def _flash_supports(problem: AttentionProblem) -> Reason:
     if problem.arch is None:  # torch's CPU kernel takes masks and every dtype
         return _sdpa_supports(problem)
     reason = _nondeterministic(problem)
-    if reason is None and (problem.varlen or _windowed(problem)):
-        return _flash_attn_supports(problem) or _beyond(problem, *VARLEN)
+    if reason is None and _needs_operator(problem):
+        able = ("seqused_k", *PAGED)
+        return _flash_attn_supports(problem, *able) or _beyond(problem, *VARLEN, *able) or _operator_pages(problem)
     if problem.causal and problem.alignment == "bottom-right":  # reached through causal_lower_right
         return reason or _half_only(problem)
     return reason or _sdpa_maskless(problem)
 
 
 def _flash(problem: AttentionProblem, inputs: Inputs) -> Call:
-    if problem.arch is not None and (problem.varlen or _windowed(problem)):
+    if problem.arch is not None and _needs_operator(problem):
         return _flash_operator(problem, inputs)
     if problem.arch is None or not problem.causal or _aligned_with_torch(problem):
         return _sdpa(problem, inputs)
@@ -222,10 +240,31 @@ def _flash(problem: AttentionProblem, inputs: Inputs) -> Call:
     return lambda: F.scaled_dot_product_attention(q, k, v, **keywords).transpose(1, 2)
 
 
-def _flash_operator(problem: AttentionProblem, inputs: Inputs) -> Call:
-    """A call of the operator under SDPA's flash backend.
+OPERATOR_PAGE = 256
+"""The operator takes pages of multiples of so many rows."""
 
-    It takes windows and packed sequences, for which SDPA has no arguments; torch.nn.attention.varlen calls it too.
+
+def _needs_operator(problem: AttentionProblem) -> bool:
+    """Whether a problem has what SDPA has no arguments for, but the operator under its flash backend does."""
+    return problem.varlen or _windowed(problem) or is_cached(problem)
+
+
+def _operator_pages(problem: AttentionProblem) -> Reason:
+    """The reason that the operator cannot read the pages of a problem, or None."""
+    if not problem.paged:
+        return None
+    operator = torch.ops.aten._flash_attention_forward.default
+    if all(argument.name != "block_table" for argument in operator._schema.arguments):
+        return f"a cache in pages, which torch {torch.__version__} does not take; 2.13 does"
+    rows = getattr(problem, *PAGED)
+    return f"pages of {rows} rows; it takes multiples of {OPERATOR_PAGE}" if rows % OPERATOR_PAGE else None
+
+
+def _flash_operator(problem: AttentionProblem, inputs: Inputs) -> Call:
+    """A call of the operator under SDPA's flash backend; torch.nn.attention.varlen calls it too.
+
+    It reads lengths in a cache with packed sequences only. So the queries of a cache are packed, and each sequence
+    has its whole capacity, of which ``seqused_k`` are in use.
     """
     sides = {
         f"window_size_{side}": width
@@ -233,10 +272,22 @@ def _flash_operator(problem: AttentionProblem, inputs: Inputs) -> Call:
         if width >= 0
     }
     own_causal = problem.causal and problem.window_left < 0
-    lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
+    longest = problem.seqlen_q, problem.seqlen_k
+    ends, (q, k, v) = (inputs.cu_seqlens_q, inputs.cu_seqlens_k), (inputs.q, inputs.k, inputs.v)
     keywords = {"scale": problem.scale, **({} if own_causal else sides)}
+    if is_cached(problem):
+        steps = torch.arange(problem.batch + 1, dtype=torch.int32, device=q.device)
+        ends, keywords["seqused_k"] = tuple(steps * length for length in longest), inputs.seqused_k
+        if problem.paged:
+            q, keywords["block_table"] = q.flatten(0, 1), inputs.block_table
+        else:
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     operator = torch.ops.aten._flash_attention_forward
-    return lambda: operator(inputs.q, inputs.k, inputs.v, *lengths, 0.0, own_causal, False, **keywords)[0]
+
+    def call() -> torch.Tensor:
+        return operator(q, k, v, *ends, *longest, 0.0, own_causal, False, **keywords)[0]
+
+    return (lambda: call().view_as(inputs.q)) if is_cached(problem) else call
 
 
 def _cuda_only(device: torch.device) -> Reason:
@@ -267,7 +318,31 @@ def _first(result: object) -> torch.Tensor:
     return result[0] if isinstance(result, tuple | list) else result
 
 
-def _flash_attn(module: str, unbounded: int | None = -1) -> Callable[[AttentionProblem, Inputs], Call]:
+@dataclass(frozen=True)
+class _CacheCall:
+    """How a version of FlashAttention takes a cache."""
+
+    function: str
+    names: Mapping[str, str]
+    """Its names of the tensors that say where keys lie, by ours."""
+
+    def supports(self, problem: AttentionProblem) -> Reason:
+        of_cache = [ARGUMENTS[name].flag for name in self.names if ARGUMENTS[name].flag]
+        return _flash_attn_supports(problem, *of_cache, *(PAGED if "block_table" in self.names else ()))
+
+    def tensors(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        return {name: t for ours, name in self.names.items() if (t := getattr(inputs, ours)) is not None}
+
+
+_OF_CACHES = {"seqused_k": "cache_seqlens", "batch_idx": "cache_batch_idx", "leftpad_k": "cache_leftpad"}
+_FA2 = _CacheCall("flash_attn_with_kvcache", {**_OF_CACHES, "block_table": "block_table"})
+_FA3 = _CacheCall("flash_attn_with_kvcache", {**_OF_CACHES, "block_table": "page_table"})
+_FA4 = _CacheCall("flash_attn_varlen_func", {"seqused_k": "seqused_k", "block_table": "page_table"})
+
+
+def _flash_attn(
+    module: str, caches: _CacheCall, unbounded: int | None = -1
+) -> Callable[[AttentionProblem, Inputs], Call]:
     """FlashAttention-2, -3 and -4 name their functions alike; ``unbounded`` is a window's side that has no bound."""
 
     def prepare(problem: AttentionProblem, inputs: Inputs) -> Call:
@@ -278,7 +353,11 @@ def _flash_attn(module: str, unbounded: int | None = -1) -> Callable[[AttentionP
             keywords["window_size"] = tuple(unbounded if side < 0 else side for side in sides)
         function = library.flash_attn_func
         keywords |= numbers_for(problem)
-        keywords |= {"deterministic": True} if problem.deterministic else {}
+        if is_cached(problem):  # it has no gradients that could be deterministic
+            function = getattr(library, caches.function)
+            keywords |= caches.tensors(inputs)
+        elif problem.deterministic:
+            keywords["deterministic"] = True
         if problem.varlen:
             function = library.flash_attn_varlen_func
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -380,41 +459,14 @@ def _ffpa_supports(problem: AttentionProblem) -> Reason:
     return _bottom_right_half(problem)
 
 
-WORKSPACE_BYTES = 128 << 20
-"""The size of the workspace in the examples of FlashInfer's documentation."""
-
-
-def _flashinfer(problem: AttentionProblem, inputs: Inputs) -> Call:
-    """FlashInfer takes a batch as packed sequences of one length; ``plan``, which makes its schedule, is not timed."""
-    wrapper_type = importlib.import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
-    device = inputs.q.device
-    wrapper = wrapper_type(torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device), "NHD")
-    ends = inputs.cu_seqlens_q, inputs.cu_seqlens_k
-    if not problem.varlen:
-        lengths = problem.seqlen_q, problem.seqlen_k
-        ends = tuple(torch.arange(problem.batch + 1, dtype=torch.int32, device=device) * length for length in lengths)
-    heads = problem.heads, problem.kv_heads, problem.head_dim, problem.head_dim_v
-    wrapper.plan(
-        *ends,
-        *heads,
-        causal=problem.causal,
-        sm_scale=problem.scale,
-        window_left=problem.window_left,
-        **numbers_for(problem, "flashinfer"),
-        q_data_type=problem.dtype,
-        kv_data_type=problem.dtype,
-    )
-    q, k, v = (t if problem.varlen else t.flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
-    shape = inputs.q.shape[:-1]
-    return lambda: wrapper.run(q, k, v).view(*shape, problem.head_dim_v)
-
-
 def _flashinfer_supports(problem: AttentionProblem) -> Reason:
     if problem.needs_grad:
         return "it has no backward"
     if problem.window_right > 0:
         return "a window that ends after the query; it has window_left only"
-    return _flash_attn_supports(problem)
+    if is_cached(problem) and (problem.head_dim % flashinfer.PAGED_COLUMNS or problem.head_dim_v != problem.head_dim):
+        return f"head dims of a cache that are not equal multiples of {flashinfer.PAGED_COLUMNS}"
+    return _flash_attn_supports(problem, "seqused_k", *PAGED)
 
 
 def _backend(backend: SDPBackend) -> Callable[[], contextlib.AbstractContextManager[object]]:
@@ -422,7 +474,7 @@ def _backend(backend: SDPBackend) -> Callable[[], contextlib.AbstractContextMana
 
 
 PEERS: tuple[Peer, ...] = (
-    Peer("(unfused)", "softmax(QKᵀ)V as torch operations, in the problem's dtype", _unfused, supports=_sdpa_supports),
+    Peer("(unfused)", "softmax(QKᵀ)V as torch operations, in the problem's dtype", _unfused, supports=_bias_only),
     Peer(
         "(sdpa-math)",
         "torch SDPA, math backend",
@@ -456,23 +508,23 @@ PEERS: tuple[Peer, ...] = (
     Peer(
         "(flash-attn-2)",
         "Dao-AILab flash-attn 2",
-        _flash_attn("flash_attn"),
+        _flash_attn("flash_attn", _FA2),
         available=_installed("flash_attn.flash_attn_interface"),
-        supports=_flash_attn_supports,
+        supports=_FA2.supports,
     ),
     Peer(
         "(flash-attn-3)",
         "Dao-AILab flash-attn 3 (hopper)",
-        _flash_attn("flash_attn_interface"),
+        _flash_attn("flash_attn_interface", _FA3),
         available=_installed("flash_attn_interface"),
-        supports=_flash_attn_supports,
+        supports=_FA3.supports,
     ),
     Peer(
         "(flash-attn-4)",
         "Dao-AILab flash-attn 4 (CuTe DSL)",
-        _flash_attn("flash_attn.cute", unbounded=None),
+        _flash_attn("flash_attn.cute", _FA4, unbounded=None),
         available=_installed("flash_attn.cute"),
-        supports=_flash_attn_supports,
+        supports=_FA4.supports,
     ),
     Peer("(flex)", "torch FlexAttention, compiled", _flex, available=_cuda_only, supports=_flex_supports),
     Peer(
@@ -491,8 +543,8 @@ PEERS: tuple[Peer, ...] = (
     ),
     Peer(
         "(flashinfer)",
-        "FlashInfer, prefill of a ragged batch (its schedule made before)",
-        _flashinfer,
+        "FlashInfer: prefill of a ragged batch, decode and prefill of pages (its schedule made before)",
+        flashinfer.prepare,
         available=_installed("flashinfer"),
         supports=_flashinfer_supports,
     ),
