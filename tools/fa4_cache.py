@@ -126,6 +126,7 @@ class Calls:
 
         fakes = {
             "randn": lambda size, generator=None, **how: torch.empty(size, **how),
+            "randperm": lambda n, generator=None, **how: torch.empty(n, dtype=torch.int64, **how),
             "Generator": NoGenerator,
         }
         with (
