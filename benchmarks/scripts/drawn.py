@@ -1,7 +1,8 @@
 """Time flashlane next to its peers on problems drawn at random: what a claim to be faster in general rests on.
 
     PYTHONPATH=src python3 benchmarks/scripts/drawn.py --seed 1000 --count 60 [--kind dense,packed,window,decode,cache]
-        [--direction forward,backward] [--protocol both] [--peers cudnn,fa2,fa4] [--candidates] [--seconds 200]
+        [--direction forward,backward] [--protocol both] [--peers cudnn,fa2,fa4,flashinfer] [--candidates]
+        [--seconds 200]
     PYTHONPATH=src python3 benchmarks/scripts/drawn.py --lists packed:backward:1000:60,dense:backward:1001:200
 
 Each problem follows from kind, seed and number (flashlane.bench.measure.drawn.TIMED). benchmarks/seeds.json says which
@@ -58,7 +59,7 @@ from flashlane.core.problem import AttentionProblem, arch_of
 from flashlane.tuning.candidates import calls_of, candidates_of
 
 SEEDS = Path(__file__).resolve().parents[1] / "seeds.json"
-PEERS = {**PEER_TAGS, "efficient": "(sdpa-efficient)"}
+PEERS = {**PEER_TAGS, "efficient": "(sdpa-efficient)", "flashinfer": "(flashinfer)"}
 DEFAULT_PEERS = ("cudnn", "fa2", "fa4")
 Share = tuple[int, int]
 """Place and number of shares: of N shares the K-th has the problems K, K + N, K + 2N, ..."""

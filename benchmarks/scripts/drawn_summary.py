@@ -16,7 +16,7 @@ from flashlane.bench.measure.results import write_atomically
 
 FORMAT = "flashlane-drawn/1"
 OURS = "flashlane"
-SAME = ("device", "commit", "torch", "cudnn", "flash-attn-4")
+SAME = ("device", "commit", "torch", "cudnn", "flash-attn-4", "flashinfer-python")
 """What must be the same for rows to stand in one file."""
 WORST = 10
 Row = Mapping[str, Any]
@@ -138,7 +138,7 @@ def summary(body: Body) -> Iterator[str]:
     for ratio, protocol, row in told:
         peer = row["best_peer"][protocol]
         ours, theirs = row["tflops"][OURS][protocol], row["tflops"][peer][protocol]
-        yield f"  {ratio:.3f} {protocol:<7} {ours:6.1f} {theirs:6.1f} {peer:<9} {row['number']:3d}: {row['problem']}"
+        yield f"  {ratio:.3f} {protocol:<7} {ours:6.1f} {theirs:6.1f} {peer:<10} {row['number']:3d}: {row['problem']}"
     missing: dict[str, list[str]] = {}
     for row in rows:
         for name, why in row.get("absent", {}).items():

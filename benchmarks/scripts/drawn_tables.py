@@ -14,7 +14,7 @@ from result_tables import NOT_MEASURED, Result
 
 PROTOCOLS = ("steady", "flushed")
 """In the order of the tables' figures."""
-KINDS = ("dense", "packed", "window", "decode")
+KINDS = ("dense", "packed", "window", "decode", "cache")
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """The largest head dim of each column of the table by head dim."""
 

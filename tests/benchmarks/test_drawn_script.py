@@ -17,6 +17,7 @@ import pytest
 import torch
 from bench_fakes import FakeKernel, LazyKernel, one_nan
 
+from flashlane import bench
 from flashlane.bench.measure import drawn as spaces
 from flashlane.bench.measure.timing import HostClock
 from flashlane.core import registry
@@ -85,6 +86,47 @@ def test_it_times_every_kind_in_both_directions_beside_a_peer(
     told = capsys.readouterr().out
     assert "forward, dense, seed 1000 (fitting): 2 of 2 problems, a fake, commit abc" in told
     assert (tmp_path / "drawn_1000.svg").read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_caches_are_timed_beside_the_peers_that_take_lengths(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    spoilt: bool,
+) -> None:
+    """FlashAttention-4 and FlashInfer are torch operations here; ``spoilt``, one of them reads the whole capacity."""
+    import cache_libraries
+
+    cache_libraries.install(monkeypatch)
+    if spoilt:
+        right = cache_libraries.flash_attn_varlen_func
+        wrong = lambda *args, **words: right(*args, **words | {"seqused_k": None})  # noqa: E731
+        monkeypatch.setattr(sys.modules["flash_attn.cute"], "flash_attn_varlen_func", wrong)
+    here = {peer.tag: replace(peer, available=lambda device: None) for peer in bench.select_peers("all")}
+    monkeypatch.setattr(script.bench, "select_peers", lambda tags: tuple(here[tag] for tag in tags.split(",")))
+    monkeypatch.setattr(script, "far_behind", lambda peers, clocks: {})
+    short = {"lengths": (1, 1, 4), "head_dims": (64,), "caches": (("used",), ("used", "paged")), "pages": (4, 16)}
+    monkeypatch.setitem(spaces.TIMED, "cache", replace(spaces.TIMED["cache"], least_used=(0.1,), **short))
+    options = ("--kind", "cache", "--count", "5", "--peers", "cudnn,fa4,flashinfer")
+    assert run(script, monkeypatch, tmp_path, *options) == 0, "a peer that is wrong is no failure of ours"
+    rows = bodies(tmp_path)["drawn_forward_cache_1000"]["rows"]
+    for word in ("N1x", "paged"):
+        assert {word in row["problem"] for row in rows} == {False, True}
+    for row in rows:
+        assert row["absent"]["cudnn"] == "SDPA takes no lengths of sequences and no pages"
+        assert {"flashlane", "flashinfer"} <= set(row["ms"]) and set(row["ratio"]) == {"steady", "flushed"}
+        for way, ratio in row["ratio"].items():
+            best = min(ms[way] for name, ms in row["ms"].items() if name != "flashlane")
+            assert ratio == pytest.approx(best / row["ms"]["flashlane"][way])
+    of_fa4 = {row["absent"].get("fa4", "")[:10] for row in rows}
+    assert of_fa4 == ({"WRONG: out"} if spoilt else {""})
+    assert all(("fa4" in row["ms"]) != spoilt for row in rows)
+    told = capsys.readouterr().out
+    assert "cudnn is absent from 5 problems: SDPA takes no lengths of sequences and no pages (5 times)" in told
+    assert "forward, cache, seed 1000 (fitting): 5 of 5 problems" in told and "  flushed     5 problems" in told
+    assert (tmp_path / "drawn_forward_cache_1000.svg").read_text().count("<svg") == 1
 
 
 def test_a_further_run_adds_what_is_lacking_and_touches_no_row(

@@ -33,6 +33,7 @@ def row(steady: float, flushed: float, absent: dict[str, str] | None = None, hea
 def results(tmp_path: Path) -> Path:
     files = {
         "drawn_backward_dense_2.json": ("backward", "dense", "judging", "NVIDIA H200", [row(2.0, 0.5)]),
+        "drawn_forward_cache_5.json": ("forward", "cache", "judging", "NVIDIA H200", [row(0.7, 1.5)]),
         "drawn_forward_window_3.json": ("forward", "window", "judging", "NVIDIA H200", [row(1.5, 1.5)]),
         "drawn_forward_dense_1_h100.json": ("forward", "dense", "judging", "NVIDIA H100", [row(0.8, 0.8, head_dim=72)]),
         "drawn_forward_dense_1.json": (
@@ -53,12 +54,14 @@ def test_a_line_for_each_judging_file_and_another_device_is_named(tables: Module
         "| forward, dense | 3 | 33 / 100 % | 0.90 / 1.00 | 1.51 / 1.59 |",
         "| forward, dense, NVIDIA H100 | 1 | 0 / 0 % | 0.80 / 0.80 | 0.80 / 0.80 |",
         "| forward, window | 1 | 100 / 100 % | 1.50 / 1.50 | 1.50 / 1.50 |",
+        "| forward, cache | 1 | 0 / 100 % | 0.70 / 1.50 | 0.70 / 1.50 |",
         "| backward, dense | 1 | 100 / 0 % | 2.00 / 0.50 | 2.00 / 0.50 |",
     ]
     assert tables.worst_table(results).splitlines()[2:] == [
         "| forward, dense | P0.9 | steady | 0.900 | fa4 |",
         "| forward, dense | P0.96 | steady | 0.960 | fa4 |",
         "| forward, dense, NVIDIA H100 | P0.8 | flushed | 0.800 | cudnn |",
+        "| forward, cache | P0.7 | steady | 0.700 | fa4 |",
         "| backward, dense | P2 | flushed | 0.500 | cudnn |",
     ]
 
