@@ -16,9 +16,9 @@ lacks. ``--show FILE...`` prints and draws existing files, without a GPU.
 
 Where the environment names a compile cache of FlashAttention-4 (tools/fa4_cache.py --drawn makes one), kernels that it
 lacks are not compiled, which takes ten seconds each; that peer is then absent. tools/ahead.py --drawn compiles ours on
-another machine. On a machine of several GPUs a process a GPU takes each n-th problem (``--share 0/4``) into a folder of
-its own, and ``--join FOLDER...`` puts their rows into the files of ``--out``. Exit status 1 when an output of ours was
-wrong, 3 when a kernel broke the GPU's context.
+another machine, tools/flashinfer_cache.py those of FlashInfer for caches. On a machine of several GPUs a process a GPU
+takes each n-th problem (``--share 0/4``) into a folder of its own, and ``--join FOLDER...`` puts their rows into the
+files of ``--out``. Exit status 1 when an output of ours was wrong, 3 when a kernel broke the GPU's context.
 """
 
 from __future__ import annotations

@@ -24,6 +24,9 @@ CONTIGUOUS_PAGE = 16
 sequences of one page each would not be split."""
 DECODE_HEAD_DIMS = (64, 128, 256)
 """Head dims of the decode kernel without tensor cores, whose lanes halve a row again and again."""
+PREFILL_BACKEND = "fa2"
+"""The one of the backends for Hopper that splits the keys of a sequence; the decode wrapper has it with tensor cores.
+"""
 PAGED_COLUMNS = 64
 """The kernels for pages copy so many columns of K and V at a time, and no columns after the last multiple of them."""
 
@@ -44,6 +47,11 @@ class Pages(NamedTuple):
 def prepare(problem: AttentionProblem, inputs: Inputs) -> Callable[[], torch.Tensor]:
     """A call that gives the output ``(b, sq, h, dv)``, or ``(total, h, dv)`` of packed sequences."""
     return _paged(problem, inputs) if is_cached(problem) else _ragged(problem, inputs)
+
+
+def without_tensor_cores(problem: AttentionProblem) -> bool:
+    """Whether a cache goes to the decode kernel without tensor cores, and not to that of prefill."""
+    return problem.seqlen_q == 1 and problem.group == 1 and problem.head_dim in DECODE_HEAD_DIMS
 
 
 def pages_of(problem: AttentionProblem, inputs: Inputs) -> Pages:
@@ -104,12 +112,11 @@ def _paged(problem: AttentionProblem, inputs: Inputs) -> Callable[[], torch.Tens
     lists = pages.indptr, pages.indices, pages.last_page_len
     sizes = problem.heads, problem.kv_heads, problem.head_dim, pages.k.shape[1]
     if problem.seqlen_q == 1:
-        tensor_cores = problem.group > 1 or problem.head_dim not in DECODE_HEAD_DIMS
+        tensor_cores = not without_tensor_cores(problem)
         wrapper = _wrapper("BatchDecodeWithPagedKVCacheWrapper", device, use_tensor_cores=tensor_cores)
         wrapper.plan(*lists, *sizes, **_options(problem))
     else:
-        # Of the backends for Hopper only fa2 splits the keys of a sequence, and auto would choose fa3.
-        wrapper = _wrapper("BatchPrefillWithPagedKVCacheWrapper", device, backend="fa2")
+        wrapper = _wrapper("BatchPrefillWithPagedKVCacheWrapper", device, backend=PREFILL_BACKEND)
         starts = _starts(problem, problem.seqlen_q, device)
         wrapper.plan(starts, *lists, *sizes, causal=problem.causal, **_options(problem))
     q, cache, shape = inputs.q.flatten(0, 1), (pages.k, pages.v), inputs.q.shape
