@@ -5,10 +5,10 @@
 
 FlashInfer compiles a library for each head dim and dtype at its first call, with nvcc and ninja, for a minute or more:
 too long on a GPU that is lent by the minute, and impossible where there is no nvcc. PEERS is where flashinfer-python
-0.7.2.post1, apache-tvm-ffi and what they need are unpacked; nvcc and ninja are needed here. FOLDER gets NAME/NAME.so
-for each library. On the GPU machine FOLDER's content belongs into flashinfer/data/aot of the package, which then
-compiles nothing of it. ``--missing`` lists what FOLDER lacks, and compiles nothing. Exit status 1 when it lacks
-something in the end.
+0.7.2.post1, apache-tvm-ffi and what they need are unpacked; nvcc and ninja are needed here, and CUDA_HOME where
+libcudart is not next to nvcc's folder. FOLDER gets NAME/NAME.so for each library. On the GPU machine FOLDER's content
+belongs into flashinfer/data/aot of the package, which then compiles nothing of it. ``--missing`` lists what FOLDER
+lacks, and compiles nothing. Exit status 1 when it lacks something in the end.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 ARCH, TARGET = "sm_90a", "9.0a"
+LINES, WIDTH = 4, 200
+"""What is told of a build that failed: as many last lines, and as many last columns of each."""
 
 
 def problems_of(lists: str) -> list[Any]:
@@ -103,7 +105,8 @@ def main() -> int:
                     shutil.copy(library.get_library_path(), target)
                     print(f"compiled {name}", flush=True)
                 except RuntimeError as error:  # such a head dim is not theirs: others follow
-                    print(f"{name}: {str(error).strip().splitlines()[-1]}", file=sys.stderr, flush=True)
+                    told = str(error).strip().splitlines()[-LINES:]
+                    print(name, *(line[-WIDTH:] for line in told), sep="\n    ", file=sys.stderr, flush=True)
             if not target.exists():
                 lacking += 1
                 print(f"lacking: {name}", flush=True)
