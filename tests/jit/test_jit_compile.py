@@ -9,7 +9,7 @@ import pytest
 from jit_sources import multiply, spilling, vector_add
 
 from flashlane import jit
-from flashlane.jit import compiler, report, toolchain
+from flashlane.jit import compiler, report, sass, toolchain
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
 
@@ -190,7 +190,7 @@ def test_missing_compiler_or_headers_say_how_to_install(monkeypatch, tmp_path):
         toolchain.nvrtc.cache_clear()
 
 
-@pytest.mark.skipif(not jit.sass.disassemblers(), reason="no disassembler")
+@pytest.mark.skipif(not sass.disassemblers(), reason="no disassembler")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_instruction_counts(arch):
     counts = jit.instruction_counts(jit.compile(multiply(steps=5), arch).cubin)
@@ -211,9 +211,7 @@ def test_instruction_parsing():
     /*0050*/                   MUFU.RCP R2, R3 ;
     .L_x_1:
     """
-    assert jit.sass.count_instructions(text) == dict.fromkeys(
-        ("LDC", "BRA", "UTMALDG", "HMMA", "MUFU.EX2", "MUFU.RCP"), 1
-    )
+    assert sass.count_instructions(text) == dict.fromkeys(("LDC", "BRA", "UTMALDG", "HMMA", "MUFU.EX2", "MUFU.RCP"), 1)
 
 
 def test_no_disassembler_gives_none(monkeypatch):

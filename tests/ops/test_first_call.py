@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,21 @@ from fresh_process import KERNELS, ROOT, process
 
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem
+
+OTHERS = {
+    "flashlane.api.attn_probs": "asks for probabilities",
+    "flashlane.reference": "asks for probabilities",
+    "flashlane.core.explanation": "is explained",
+    "flashlane.core.ranges": "is a rank's share of another one",
+    "flashlane.kernels.hopper.forward.ranged": "is a rank's share of another one",
+    "flashlane.kernels.hopper.backward.parts": "is a rank's share of another one",
+    "flashlane.jit.sass": "is disassembled",
+    "flashlane.kernels.hopper.backward.two_cta": "has head dims above 128",
+    "flashlane.kernels.hopper.backward.split_dkdv_dq": "has head dims above 128",
+}
+"""Modules that only a call needs which does this, and which others do not wait for."""
+MOST_MODULES = {"imported": 36, "called": 40}
+"""Of flashlane itself: what importing its functions imports, and a first call with its backward besides."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +58,11 @@ def test_a_call_imports_nothing_that_it_does_not_need(cache: Path, empty: dict[s
     families = {name for name in kernels if (ROOT / "src/flashlane/kernels" / name).is_dir()}
     assert families == {"hopper"}, "decode is preferred to hopper for few rows only"
     assert not any(name.startswith("flashlane.tuning") for name in called), "nothing is stored"
+    for other, what in OTHERS.items():
+        assert importlib.util.find_spec(other) is not None, other
+        assert other not in {*imported, *called}, f"no call of this process {what}"
+    counts = {"imported": len(imported), "called": len(called)}
+    assert all(counts[what] <= most for what, most in MOST_MODULES.items()), counts
 
 
 def test_no_kernel_is_preferred_more_than_its_module_says() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flashlane.api import attn_probs, kvcache
+from flashlane.api import kvcache
 from flashlane.core import dispatch
 from flashlane.core.problem import DIFFERENTIABLE, CallOptions, Inputs
 from flashlane.core.validate import kind_of, whole_number
@@ -456,6 +456,8 @@ def _attend(inputs: Inputs, tag_and_options: tuple[Any, ...], return_lse: bool, 
     if return_attn_probs:
         if not options.dropout_p:
             return out, lse, out.new_empty(0)
+        from flashlane.api import attn_probs
+
         problem = ops.problem_of(inputs, names=_NAMES, **options._asdict())
         return out, lse, attn_probs.signed_probabilities(problem, inputs)
     return (out, lse) if return_lse else out

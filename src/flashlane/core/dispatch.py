@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flashlane.core import registry
 from flashlane.core import tuned as tune
-from flashlane.core.explanation import BackwardChoice, Choice, Explanation
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import BackwardKernel, Kernel
+
+if TYPE_CHECKING:
+    from flashlane.core.explanation import BackwardChoice, Explanation
 
 
 @registry.memoised
@@ -43,6 +46,8 @@ def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
 
 def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_all: bool = False) -> Explanation:
     """Which kernel would run a problem and why each other one would not; of the listed kernels, or of all."""
+    from flashlane.core.explanation import Choice, Explanation
+
     chosen = select(problem, kernel)
     kernels = registry.kernels()
     listed = [k for k in kernels if show_all or k.listed or k is chosen]
@@ -100,6 +105,7 @@ def select_backward(problem: AttentionProblem, forward: Kernel) -> BackwardKerne
 
 def backward_choices(problem: AttentionProblem, forward: Kernel) -> tuple[BackwardChoice, ...]:
     """Every backward kernel, and why each that cannot follow ``forward`` on this problem cannot."""
+    from flashlane.core.explanation import BackwardChoice
 
     def choice(kernel: BackwardKernel) -> BackwardChoice:
         reason = kernel.supports(problem, forward)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flashlane.jit.budget import LIMITS, ArchLimits, Occupancy, limits, occupancy, shared_limit
 from flashlane.jit.compiler import (
     Compiled,
@@ -14,8 +16,11 @@ from flashlane.jit.compiler import (
 )
 from flashlane.jit.launch import Function, LaunchError, load, rated_bandwidth
 from flashlane.jit.report import CompileReport
-from flashlane.jit.sass import disassemble, instruction_counts
 from flashlane.jit.toolchain import ToolchainError
+from flashlane.lazy import loader
+
+if TYPE_CHECKING:
+    from flashlane.jit.sass import disassemble, instruction_counts
 
 __all__ = [
     "LIMITS",
@@ -40,3 +45,5 @@ __all__ = [
     "rated_bandwidth",
     "shared_limit",
 ]
+
+__getattr__ = loader(__name__, dict.fromkeys(("disassemble", "instruction_counts"), "flashlane.jit.sass"))

@@ -6,14 +6,15 @@ import re
 import struct
 from dataclasses import dataclass
 
-_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
-_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_REGISTERS = re.compile(r"Used (\d+) registers")
-_STACK = re.compile(r"(\d+) bytes cumulative stack size")
-_SHARED = re.compile(r"(\d+) bytes smem")
+# Text, which re compiles at its first use: a call whose kernels are in the cache reads no log.
+_ENTRY = r"Compiling entry function '([^']+)'"
+_SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+_REGISTERS = r"Used (\d+) registers"
+_STACK = r"(\d+) bytes cumulative stack size"
+_SHARED = r"(\d+) bytes smem"
 # ptxas gives its C75xx notes (a serialised wgmma, an ignored setmaxnreg) as "info", but they are warnings to us.
-_WARNING = re.compile(r"\bwarning\b|\(C7\d{3}\)")
-_ERROR = re.compile(r"\berror\b|\bfatal\b|catastrophic", re.IGNORECASE)
+_WARNING = r"\bwarning\b|\(C7\d{3}\)"
+_ERROR = r"(?i)\berror\b|\bfatal\b|catastrophic"
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,16 @@ def read_log(log: str, entry: str, cubin: bytes) -> CompileReport:
         ValueError: the log has no section of that kernel (it was not compiled, or is not ``extern "C"``).
     """
     lines = log.splitlines()
-    starts = [i for i, line in enumerate(lines) if (match := _ENTRY.search(line)) and match[1] == entry]
+    starts = [i for i, line in enumerate(lines) if (match := re.search(_ENTRY, line)) and match[1] == entry]
     if not starts:
         raise ValueError(f"the compiler's log names no entry function {entry!r}")
     section = [lines[starts[0]]]
     for line in lines[starts[0] + 1 :]:
-        if _ENTRY.search(line):
+        if re.search(_ENTRY, line):
             break
         section.append(line)
     text = "\n".join(section)
-    frames = [tuple(map(int, match.groups())) for match in _SPILLS.finditer(text)]
+    frames = [tuple(map(int, match.groups())) for match in re.finditer(_SPILLS, text)]
     stack = _first(_STACK, text) or max((frame for frame, _, _ in frames), default=0)
     return CompileReport(
         registers=_first(_REGISTERS, text),
@@ -66,7 +67,7 @@ def read_log(log: str, entry: str, cubin: bytes) -> CompileReport:
         stack=stack,
         static_shared=_first(_SHARED, text),
         constant=sum(size for name, size in section_sizes(cubin) if re.fullmatch(rf"\.nv\.constant\d+\.{entry}", name)),
-        warnings=tuple(line.strip() for line in lines if _WARNING.search(line)),
+        warnings=tuple(line.strip() for line in lines if re.search(_WARNING, line)),
         log=log,
     )
 
@@ -74,7 +75,7 @@ def read_log(log: str, entry: str, cubin: bytes) -> CompileReport:
 def first_errors(log: str, count: int = 3) -> str:
     """The first lines of a log that say ``error``, or its first lines where none does."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if _ERROR.search(line)]
+    errors = [line for line in lines if re.search(_ERROR, line)]
     return "\n".join((errors or lines)[:count])
 
 
@@ -93,6 +94,6 @@ def section_sizes(cubin: bytes) -> list[tuple[str, int]]:
     return [(cubin[strings + name : cubin.index(b"\0", strings + name)].decode(), size) for name, _, size in headers]
 
 
-def _first(pattern: re.Pattern[str], text: str) -> int:
-    found = pattern.search(text)
+def _first(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
     return int(found[1]) if found else 0

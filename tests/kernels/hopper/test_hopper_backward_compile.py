@@ -17,7 +17,7 @@ from flashlane import jit
 from flashlane.core import registry
 from flashlane.core.dispatch import select_backward
 from flashlane.core.problem import AttentionProblem
-from flashlane.jit import KernelSource, tensormap
+from flashlane.jit import KernelSource, sass, tensormap
 from flashlane.kernels.device_file import device_code
 from flashlane.kernels.hopper.backward import kernel as backward
 from flashlane.kernels.hopper.backward import launch as backward_launch
@@ -114,7 +114,7 @@ def test_the_gradients_compile_as_the_schedule_needs(config_and_source: tuple[An
     text = jit.disassemble(compiled.cubin)
     if text is None:
         pytest.skip("no disassembler")
-    counts = jit.sass.count_instructions(text)
+    counts = sass.count_instructions(text)
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
     # More products than the last dQ of a CTA: between a branch back and its target that may lie by chance.
     steady = [inside for loop in steady_loops(text) if (inside := families(loop))["HGMMA"] > 128 // 16]

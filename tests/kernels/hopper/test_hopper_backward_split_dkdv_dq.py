@@ -12,9 +12,9 @@ from hopper_fakes import gradient_launches
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.backward import kernel as backward
+from flashlane.kernels.hopper.backward.config import MAX_HEAD_DIM
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import (
     ARCH,
-    MAX_HEAD_DIM,
     MAX_LIVE,
     REGISTERS,
     TILES,

@@ -11,6 +11,7 @@ from sass_loops import families, steady_loops
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem
+from flashlane.jit import sass
 from flashlane.kernels.hopper.backward.config import SPILLS_ALLOWED
 from flashlane.kernels.hopper.backward.kernel import config_of, config_of_rank
 from flashlane.kernels.hopper.backward.launch import MAPPED, STORED
@@ -108,7 +109,7 @@ def test_shared_memory_has_whole_chunks_of_each_row(
     if text is None:
         pytest.skip("no disassembler")
     stores = sum(-(-dim // 64) for dim in head_dims)
-    assert jit.sass.count_instructions(text)["UTMASTG"] == stores, "a warp stores each chunk of columns at once"
+    assert sass.count_instructions(text)["UTMASTG"] == stores, "a warp stores each chunk of columns at once"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_a_peeled_step_leaves_the_loop_its_registers(head_dim: int, more: dict[s
         text = jit.disassemble(jit.compile(each.gradient_sources()[0], ARCH).cubin)
         if text is None:
             pytest.skip("no disassembler")
-        products.append(jit.sass.count_instructions(text)["HGMMA"])
+        products.append(sass.count_instructions(text)["HGMMA"])
         of_loop.append(min(len(loop) for loop in steady_loops(text) if families(loop)["HGMMA"] > 16))
     first_step = 2 * -(-head_dim // 16) + 2 * (config.block_m // 16)  # S and dP over columns, dV and dK over queries
     assert products[0] == products[1] + first_step

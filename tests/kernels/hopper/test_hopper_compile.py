@@ -8,6 +8,7 @@ import pytest
 from sass_loops import LAUNCH_REGISTERS, families, steady_loops
 
 from flashlane import jit
+from flashlane.jit import sass
 from flashlane.kernels.hopper.forward import tiles
 from flashlane.kernels.hopper.forward.config import REGISTERS, HopperConfig, combine_source
 from flashlane.kernels.hopper.forward.kernel import KERNEL, SPILLS_ALLOWED
@@ -47,7 +48,7 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
     text = jit.disassemble(compiled.cubin)
     if text is None:
         pytest.skip("no disassembler")
-    counts = jit.sass.count_instructions(text)
+    counts = sass.count_instructions(text)
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
     assert ("LDGSTS" in counts) == what.gather == ("ARRIVES.LDGSTSBAR" in text)
     assert (".MULTICAST" in text) == (what.cluster > 1) == ("UCGABAR_WAIT" in counts)
@@ -90,7 +91,7 @@ def test_a_debug_build_bounds_every_wait() -> None:
         text, debug = (jit.disassemble(jit.compile(source, ARCH, debug=mode).cubin) for mode in (False, True))
         if text is None or debug is None:
             pytest.skip("no disassembler")
-        plain, bounded = jit.sass.count_instructions(text), jit.sass.count_instructions(debug)
+        plain, bounded = sass.count_instructions(text), sass.count_instructions(debug)
         # A wait tries once, and then again and again.
         assert "BPT" not in plain and 2 * bounded["BPT"] >= debug.count(".TRYWAIT") > 10
 

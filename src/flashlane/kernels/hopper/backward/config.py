@@ -34,6 +34,8 @@ SPILLS_ALLOWED = 352
 """Bytes, stores and loads, of the largest tiles: the consumers take all registers, and the producer spills by tile."""
 ONE_CTA_HEAD_DIM = 128
 """Head dims up to which one CTA makes all gradients; accumulators of larger ones leave no registers for it."""
+MAX_HEAD_DIM = 256
+"""Columns of an accumulator that leaves a warpgroup registers for the scores, and the largest head dim."""
 FRAGMENT_COLUMNS = 16
 """Columns of dQ of a warp's accumulator of its transpose."""
 CONSUMERS = 2

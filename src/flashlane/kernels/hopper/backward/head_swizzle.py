@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.core.ranges import QueryRanges
 from flashlane.kernels.hopper.arch import L2_BYTES, SMS
 from flashlane.kernels.makespan import makespan, section_sizes, sections_of
+
+if TYPE_CHECKING:
+    from flashlane.core.ranges import QueryRanges
 
 LONG_CHAIN = 64
 """Tiles of a head beyond which a deterministic launch under a causal mask is bound by their order."""

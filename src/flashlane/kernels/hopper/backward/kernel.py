@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
-from flashlane.core.ranges import KeyPart, QueryRanges
 from flashlane.core.registry import (
     BackwardKernel,
     CompiledKernel,
@@ -30,16 +29,18 @@ from flashlane.jit import KernelSource, launch
 from flashlane.kernels.features import VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH, SMS
 from flashlane.kernels.hopper.backward import select
-from flashlane.kernels.hopper.backward.config import GradientConfig
+from flashlane.kernels.hopper.backward.config import MAX_HEAD_DIM, GradientConfig
 from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors, readable
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.launch import schedule as one_cta_schedule
-from flashlane.kernels.hopper.backward.parts import BackwardParts
 from flashlane.kernels.hopper.backward.select import config_of
-from flashlane.kernels.hopper.backward.split_dkdv_dq.config import MAX_HEAD_DIM
 from flashlane.kernels.hopper.backward.split_q import split_of
 from flashlane.kernels.params import check_gradient_inputs
 from flashlane.kernels.score import SCORE_FEATURES, ScoreConfig, row_gradients_without_keys
+
+if TYPE_CHECKING:
+    from flashlane.core.ranges import KeyPart, QueryRanges
+    from flashlane.kernels.hopper.backward.parts import BackwardParts
 
 MAX_LENGTH = 1 << 30
 MAX_GRID_Y = 65535
@@ -145,6 +146,8 @@ def parts_of_rank(
 
     Additions in order would wait for tiles of other launches, and tiles that are split need more device memory.
     """
+    from flashlane.kernels.hopper.backward.parts import BackwardParts
+
     config = config_of_rank(problem, parts[0].ranges)
     if not isinstance(config, OneCtaConfig) or problem.deterministic or problem.window_left >= 0:
         return None

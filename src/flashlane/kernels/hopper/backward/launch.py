@@ -10,13 +10,12 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
-from flashlane.core.ranges import QueryRanges
 from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.jit.launch import Dim3
 from flashlane.kernels.hopper import sequence_rows
@@ -35,6 +34,9 @@ from flashlane.kernels.score import (
     score_pointers,
 )
 from flashlane.kernels.seqlen import SeqlenParams, plain_inputs_of, plain_seqlen_inputs, seqlen_pointers_of
+
+if TYPE_CHECKING:
+    from flashlane.core.ranges import QueryRanges
 
 SEMAPHORE_INTS = 8
 """Integers of ``DqSemaphore`` in ``dq_semaphore.cuh``."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,39 +15,43 @@ from flashlane.core.registry import memoised
 from flashlane.jit import shared_limit
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM, GradientConfig
-from flashlane.kernels.hopper.backward.design_cost import two_kernels_are_faster
 from flashlane.kernels.hopper.backward.launch import Schedule
-from flashlane.kernels.hopper.backward.one_cta import launch as one_cta_launch
-from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
-from flashlane.kernels.hopper.backward.split_dkdv_dq import config as split_config
-from flashlane.kernels.hopper.backward.split_dkdv_dq import launch as split_launch
-from flashlane.kernels.hopper.backward.two_cta import config as two_cta_config
-from flashlane.kernels.hopper.backward.two_cta import launch as two_cta_launch
 from flashlane.kernels.score import SCORE_EXAMPLES
 
 
 @dataclass(frozen=True)
 class Design:
-    """One of the ways in which the gradients are divided among kernels and CTAs."""
+    """One of the ways in which the gradients are divided among kernels and CTAs; imported where a problem gets it."""
 
-    pick: Callable[[AttentionProblem], GradientConfig]
-    """The configuration that a problem gets."""
-    schedule: Callable[..., Schedule]
-    """The launches of a configuration for a problem on a GPU of so many SMs; ``total``: of the packed sequences."""
+    name: str
+    """Its folder."""
+    picked_in: str
+    """The module of the folder that has ``pick``."""
+
+    def pick(self, problem: AttentionProblem) -> GradientConfig:
+        """The configuration that a problem gets."""
+        return self._module(self.picked_in).pick(problem)
+
+    def schedule(self, *arguments: Any, **named: Any) -> Schedule:
+        """The launches of a configuration for a problem on a GPU of so many SMs; ``total``: of packed sequences."""
+        return self._module("launch").schedule(*arguments, **named)
+
+    def _module(self, name: str) -> Any:
+        return importlib.import_module(f"flashlane.kernels.hopper.backward.{self.name}.{name}")
 
 
-DESIGNS = {
-    "one_cta": Design(one_cta_tiles.pick, one_cta_launch.schedule),
-    "two_cta": Design(two_cta_config.pick, two_cta_launch.schedule),
-    "split_dkdv_dq": Design(split_config.pick, split_launch.schedule),
-}
+_DESIGNS = Design("one_cta", "tiles"), Design("two_cta", "config"), Design("split_dkdv_dq", "config")
+DESIGNS = {design.name: design for design in _DESIGNS}
 
 
 def design_of(problem: AttentionProblem) -> str:
     """The design of a supported problem."""
     if max(problem.head_dim, problem.head_dim_v) <= ONE_CTA_HEAD_DIM:
         return "one_cta"
-    if two_cta_config.refusal(problem) is not None or two_kernels_are_faster(problem):
+    from flashlane.kernels.hopper.backward.design_cost import two_kernels_are_faster
+    from flashlane.kernels.hopper.backward.two_cta.config import refusal
+
+    if refusal(problem) is not None or two_kernels_are_faster(problem):
         return "split_dkdv_dq"
     return "two_cta"
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.core.ranges import QueryRanges
 from flashlane.core.registry import memoised
 from flashlane.kernels.hopper.backward.config import CONSUMERS, GradientConfig
 from flashlane.kernels.hopper.backward.head_swizzle import (
@@ -27,6 +27,9 @@ from flashlane.kernels.hopper.backward.head_swizzle import (
 )
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.makespan import makespan, sections_of
+
+if TYPE_CHECKING:
+    from flashlane.core.ranges import QueryRanges
 
 MAX_SPLITS, MAX_SPLITS_OF_PACKED = 8, 4
 """Parts of a tile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,16 +12,18 @@ from flashlane import jit
 from flashlane.core import tuned
 from flashlane.core.arch import ELEMENTS
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
 from flashlane.core.registry import BEFORE_DECODE, DeviceKernel, Repeat, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH
-from flashlane.kernels.hopper.forward import ranged, select, tile_scheduler, tiles
+from flashlane.kernels.hopper.forward import select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.hopper.forward.launch import PreparedForward, config_and_splits, plain_inputs, sources_of
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES, has_row_gradients
 from flashlane.kernels.seqlen import SEQLEN_EXAMPLES
+
+if TYPE_CHECKING:
+    from flashlane.core.ranges import Arriving, RangedRepeat, Ranges
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 1024
@@ -169,6 +172,8 @@ class HopperForward(DeviceKernel):
         out: torch.Tensor,
         arriving: Arriving | None = None,
     ) -> RangedRepeat:
+        from flashlane.kernels.hopper.forward import ranged
+
         dense = ranged.as_dense(problem, ranges, inputs, arriving)
         if dense is not None and _config(dense).cluster == 1:  # clusters would wait for keys together
             problem = dense

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flashlane.core.problem import AttentionProblem
-from flashlane.core.ranges import QueryRanges
 from flashlane.kernels.hopper.backward.head_swizzle import by_model, fastest_section, heads_per_section, steps_of
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_of
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
@@ -11,6 +12,9 @@ from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, in_kernel_dq_of
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, order_of, split_of
+
+if TYPE_CHECKING:
+    from flashlane.core.ranges import QueryRanges
 
 
 def schedule(

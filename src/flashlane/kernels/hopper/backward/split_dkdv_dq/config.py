@@ -10,8 +10,6 @@ from flashlane.jit import KernelSource, shared_limit
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.backward.config import GradientConfig, row_bytes
 
-MAX_HEAD_DIM = 256
-"""Columns of an accumulator that leaves a warpgroup registers for the scores."""
 DKDV = "split_dkdv_dq/dkdv"
 DQ = "split_dkdv_dq/dq"
 ROWS = 64
