@@ -20,21 +20,30 @@ Result = Mapping[str, Any]
 
 
 def shares(result: Result) -> str:
-    """Each problem: the shares of the ideal that were asked, and those of each method, forward / both, in %."""
+    """Each problem: the shares of the ideal that were asked, and those of each method, forward / both, in %.
+
+    Methods that were timed in no problem have no column.
+    """
     asked = {(row["problem"], row["passes"]): row["target"] for row in result["targets"]}
-    rows = []
+    timed: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for problem in result["results"]["speed"]["speed"]:
         name = problem["name"]
         peers = [each for each in result["results"].get("peers", {}).get("peers", []) if each.get("name") == name]
         found = {row["method"]: row for each in (*peers, problem) for row in each.get("rows", [])}
+        timed[name] = problem["problem"], found
+    columns = {
+        method: title for method, title in COLUMNS.items() if any(method in found for _, found in timed.values())
+    }
+    rows = []
+    for name, (problem, found) in timed.items():
         one = found["one process"]
-        cells = [problem["problem"], " / ".join(f"{asked[name, way]:.0%}".removesuffix("%") for way in BOTH)]
+        cells = [problem, " / ".join(f"{asked[name, way]:.0%}".removesuffix("%") for way in BOTH)]
         cells.append(" / ".join(f"{one[f'{way}_ms']:.2f}" for way in BOTH))
-        for method in COLUMNS:
+        for method in columns:
             each = found.get(method)
             cells.append("–" if each is None else " / ".join(f"{100 * each[f'{way}_efficiency']:.1f}" for way in BOTH))
         rows.append(cells)
-    return table(("problem", "asked", "one GPU, ms", *COLUMNS.values()), rows)
+    return table(("problem", "asked", "one GPU, ms", *columns.values()), rows)
 
 
 def step(result: Result) -> str:

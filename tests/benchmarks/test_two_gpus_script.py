@@ -118,7 +118,12 @@ def test_the_tables_have_each_methods_shares(script: ModuleType) -> None:
         timed("allgather by messages", 0.8, 0.7),
     ]
     results = {
-        "speed": {"speed": [{"name": "8k", "problem": "one sequence", "rows": speed}]},
+        "speed": {
+            "speed": [
+                {"name": "8k", "problem": "one sequence", "rows": speed},
+                {"name": "4k", "problem": "a shorter one", "rows": speed[:2]},
+            ]
+        },
         "peers": {"peers": [{"name": "8k", "rows": [timed("ulysses", 0.41, 0.5)]}, {"error": "lost"}]},
         "step": {"steps": [{"method": "allgather", "step_ms": 75.04, "step_efficiency": 0.9}]},
         "bench": {
@@ -127,11 +132,15 @@ def test_the_tables_have_each_methods_shares(script: ModuleType) -> None:
             "links": {"gbs": 240.4, "latency_us": 128.0}, "modelled_from": "allgather", "tokens": 8192, "notes": ["x."],
         },
     }  # fmt: skip
-    targets = [{"problem": "8k", "passes": way, "target": share} for way, share in (("forward", 0.98), ("both", 0.96))]
+    asked = (("8k", "forward", 0.98), ("8k", "both", 0.96), ("4k", "forward", 0.93), ("4k", "both", 0.9))
+    targets = [{"problem": name, "passes": way, "target": share} for name, way, share in asked]
     result = {"results": results, "targets": targets}
-    assert tables.shares(result).splitlines()[2] == (
-        "| one sequence | 98 / 96 | 2.50 / 10.00 | 98.5 / 96.1 | 80.0 / 70.0 | – | 41.0 / 50.0 | – |"
-    )
+    head, _, *lines = tables.shares(result).splitlines()
+    assert lines == [
+        "| one sequence | 98 / 96 | 2.50 / 10.00 | 98.5 / 96.1 | 80.0 / 70.0 | 41.0 / 50.0 |",
+        "| a shorter one | 93 / 90 | 2.50 / 10.00 | 98.5 / 96.1 | – | – |",
+    ]
+    assert "ulysses" in head and "ring" not in head, "a method that nobody timed"
     assert tables.step(result).splitlines()[2] == "| allgather | 75.0 | 90.0 % |"
     text = tables.model(result)
     assert "| 4 | 32,768 | 3.50 | 97 % | 14.00 | 90 % |" in text and "240 GB/s" in text and text.endswith("X.\n")
