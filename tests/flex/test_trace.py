@@ -128,7 +128,9 @@ _table = torch.randn(4, 5)
 REFUSED = {
     "branch": (_branching, "torch.where"),
     "own backward": (lambda score, b, h, q, kv: _Own.apply(score), "_Own"),
-    "a row's sum": (lambda score, b, h, q, kv: score + _table[h].sum(), "sum"),
+    "a long row's sum": (lambda score, b, h, q, kv: score + torch.zeros(4, 65)[h].sum(), "sum"),
+    "a row in order": (lambda score, b, h, q, kv: score + _table[h].sort().values[0], "sort"),
+    "a table's sum": (lambda score, b, h, q, kv: score + (_table * score).sum(), "mul"),
     "search": (lambda score, b, h, q, kv: score + torch.searchsorted(_table[0], score), "searchsorted"),
     "the bits": (lambda score, b, h, q, kv: score + (score.view(torch.int32) & 1), "view"),
     "a list of a part": (lambda score, b, h, q, kv: score + _table[0].exp().tolist()[1], "_local_scalar_dense"),

@@ -17,10 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashlane.flex import aten
+from flashlane.flex import aten, rows
 from flashlane.flex.expression import Expression, cast, input, make
 from flashlane.flex.integer_range import SMALL
 from flashlane.flex.program import short_name
+from flashlane.flex.rows import Row
 
 MOST_INTEGERS = 32
 """The largest number of a function's integers that become launch parameters; further ones are constants of its code."""
@@ -42,6 +43,8 @@ class Traced:
     """The values of the ``integer`` leaves."""
     reads_values: bool = False
     """Whether the function read an element of a tensor into Python, so that the translation holds for that value."""
+    has_rows: bool = False
+    """Whether it has code for each element of a row, so that it holds for captured tensors of these shapes."""
 
     def tensors(self, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The tensors that the program reads, for these leaves; they are differentiable with respect to the leaves."""
@@ -163,7 +166,7 @@ class _Translation:
     def __init__(self, module: torch.fx.GraphModule, names: list[str], kind: str, score_type: str) -> None:
         self.module, self.kind = module, kind
         self.names, self.score_type = iter(names), score_type
-        self.values: dict[torch.fx.Node, Expression | _View] = {}
+        self.values: dict[torch.fx.Node, Expression | Row | _View] = {}
         self.varies: dict[torch.fx.Node, bool] = {}
         """Whether a node depends on an input."""
         self.read: dict[torch.fx.Node, int] = {}
@@ -171,6 +174,7 @@ class _Translation:
         self.first: dict[str, torch.fx.Node] = {}
         """The first node of each captured tensor: a graph has one for each use."""
         self.integers: list[int] = []
+        self.has_rows = False
 
     def traced(self) -> Traced:
         for node in self.module.graph.nodes:
@@ -181,7 +185,7 @@ class _Translation:
                 self.translate(node)
         value = self.scalar(result)
         expression = cast(value, "bool" if self.kind == "mask_mod" else self.score_type)
-        return Traced(expression, *self.captured(), tuple(self.integers))
+        return Traced(expression, *self.captured(), tuple(self.integers), has_rows=self.has_rows)
 
     # --- nodes ---
 
@@ -210,7 +214,7 @@ class _Translation:
         else:
             self.refuse(node)
 
-    def operation(self, node: torch.fx.Node) -> Expression | _View | None:
+    def operation(self, node: torch.fx.Node) -> Expression | Row | _View | None:
         """The result of an operation; None where programs have no such operation."""
         name = str(node.target).split(".")
         if name[0] == "aten" and name[1] == "lift_fresh_copy":
@@ -220,26 +224,41 @@ class _Translation:
         if name[0] == "aten" and name[1] in ("index", "select"):
             return self.indexed(node, name[1])
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.ndim:
-            return None
+        if not isinstance(value, torch.Tensor) or value.ndim > self.varies[node]:
+            return None  # what is no scalar, and depends on captured tensors alone, is computed before the kernel
         arguments = [self.argument(a) for a in node.args]
         keywords = {key: self.argument(a) for key, a in node.kwargs.items()}
         if any(a is None for a, given in zip(arguments, node.args, strict=True) if given is not None):
             return None
-        kind = short_name(value.dtype)
-        return aten.translate(
-            name[0], name[1], name[2] if len(name) > 2 else "", arguments, keywords, kind, self.integer
-        )
+        target, kind = (name[0], name[1], name[2] if len(name) > 2 else ""), short_name(value.dtype)
+        if value.ndim or rows.has_row(*arguments, *keywords.values()):
+            if not self.varies[node]:
+                return None
+            size = value.shape[0] if value.ndim else None
+            return rows.translate(target, arguments, keywords, kind, size, self.integer)
+        return aten.translate(*target, arguments, keywords, kind, self.integer)
 
     def argument(self, given: Any) -> Any:
-        """A node's expression, or None where it has none; anything but a node stays as it is."""
+        """A node's expression or row, or None where it has none; anything but a node stays as it is."""
         if not isinstance(given, torch.fx.Node):
             return given
         value = self.values.get(given)
         return self.loaded(value) if isinstance(value, _View) else value
 
-    def indexed(self, node: torch.fx.Node, name: str) -> Expression | _View | None:
+    def row(self, view: _View, size: int) -> Row | None:
+        """The elements of a captured tensor of which one axis has no index."""
+        if size > rows.MOST_IN_ROW:
+            return None
+        self.has_rows, loaded = True, []
+        for element in range(size):
+            at = [aten.number(element, "i32") if index is None else index for index in view.indices]
+            loaded.append(self.loaded(_View(view.source, at)))
+        return Row(tuple(loaded))  # type: ignore[arg-type]
+
+    def indexed(self, node: torch.fx.Node, name: str) -> Expression | Row | _View | None:
         view = self.values.get(node.args[0])  # type: ignore[call-overload]
+        if isinstance(view, Row):
+            return view.element(node.args[2] if name == "select" else self.argument(node.args[1][0]))  # type: ignore[index]
         if not isinstance(view, _View):
             return None
         free = [axis for axis, index in enumerate(view.indices) if index is None]
@@ -260,10 +279,14 @@ class _Translation:
         indexed = _View(view.source, indices)
         return indexed if None in indices else self.loaded(indexed)
 
-    def loaded(self, view: _View) -> Expression | None:
-        if any(index is None for index in view.indices):
-            return None
+    def loaded(self, view: _View) -> Expression | Row | None:
+        """What a captured tensor has at its indices: an element; a row, if an index is missing; None if several are."""
         value = view.source.meta["val"] if "val" in view.source.meta else _attribute(self.module, view.source)
+        free = [axis for axis, index in enumerate(view.indices) if index is None]
+        if len(free) == 1:
+            return self.row(view, value.shape[free[0]])
+        if free:
+            return None
         number = self.read.setdefault(view.source, len(self.read))
         return make("load", short_name(value.dtype), view.indices, number)  # type: ignore[arg-type]
 

@@ -1,0 +1,98 @@
+"""Rows: tensors of one dimension inside a function, such as ``t[b, h, q]``, as one expression for each element.
+
+Operations take them element by element, and a reduction makes a scalar of one: code that is as long as the row.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from flashlane.flex import aten
+from flashlane.flex.expression import Expression
+
+MOST_IN_ROW = 64
+"""The largest number of elements of a row; each of them is code of the kernel."""
+REDUCTIONS = {"any": "logical_or", "all": "logical_and", "sum": "add", "mean": "add", "prod": "mul"}
+REDUCTIONS |= {"amax": "maximum", "amin": "minimum"}
+"""Operations that make a scalar of a row, and the operation on two elements that each repeats."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The elements of a tensor of one dimension."""
+
+    elements: tuple[Expression, ...]
+
+    def element(self, at: Any) -> Expression | None:
+        """The element at a number; None where the place is no number, or past the end."""
+        if isinstance(at, Expression) and at.op == "constant":
+            at = at.value
+        inside = isinstance(at, int) and -len(self.elements) <= at < len(self.elements)
+        return self.elements[at] if inside else None
+
+
+def has_row(*arguments: Any) -> bool:
+    return any(isinstance(each, Row) for each in arguments)
+
+
+def translate(
+    target: tuple[str, str, str],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    dtype: str,
+    size: int | None,
+    lift: aten.Lift,
+) -> Expression | Row | None:
+    """Translate an operation on rows, or one whose result is a row.
+
+    Args:
+        target: library, name and overload of the operation, as :func:`flashlane.flex.aten.translate` has them.
+        args, kwargs: its arguments, of which rows and scalars are expressions.
+        dtype: the short name of the result's type.
+        size: elements of the result, or None for a scalar.
+        lift: makes a launch parameter of an integer.
+    """
+    if size is not None and not 0 < size <= MOST_IN_ROW:
+        return None
+    lift = functools.cache(lift)  # one parameter, whatever the number of elements
+    if target[:1] == ("aten",) and target[1] in REDUCTIONS and isinstance(args[0], Row):
+        found = _reduced(target[1], args, kwargs, dtype, lift)
+        return found if size is None or found is None else Row((found,))
+    if size is None:
+        return None
+
+    def of(given: Any, element: int) -> Any:
+        if not isinstance(given, Row):
+            return given
+        return given.elements[0 if len(given.elements) == 1 else element]
+
+    if any(len(each.elements) not in (1, size) for each in (*args, *kwargs.values()) if isinstance(each, Row)):
+        return None
+    elements = []
+    for element in range(size):
+        named = {key: of(value, element) for key, value in kwargs.items()}
+        elements.append(aten.translate(*target, [of(each, element) for each in args], named, dtype, lift))
+    return None if None in elements else Row(tuple(elements))  # type: ignore[arg-type]
+
+
+def _reduced(name: str, args: list[Any], kwargs: dict[str, Any], dtype: str, lift: aten.Lift) -> Expression | None:
+    """A reduction of a row, whose only dimension is 0 or -1."""
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    if not set(dims if isinstance(dims, (list, tuple)) else (dims,)) <= {None, 0, -1}:
+        return None
+
+    def apply(operation: str, *operands: Any) -> Expression | None:
+        return aten.translate("aten", operation, "", list(operands), {}, dtype, lift)
+
+    elements = args[0].elements
+    found = apply("to", elements[0])
+    if name in ("any", "all"):
+        elements = [apply("ne", each, 0) if each.dtype != "bool" else each for each in elements]
+        found = elements[0]
+    for each in elements[1:]:
+        if found is None or each is None:
+            return None
+        found = apply(REDUCTIONS[name], found, each)
+    return apply("div", found, float(len(elements))) if name == "mean" and found is not None else found
