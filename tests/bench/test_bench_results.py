@@ -9,7 +9,9 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
+from flashlane.bench.measure import environment
 from flashlane.bench.measure.check import Verdict
 from flashlane.bench.measure.memory import Memory
 from flashlane.bench.measure.results import Results, Row, Skipped, check_writable, file_stem, write_atomically
@@ -155,3 +157,11 @@ def test_unwritable_folder_is_found_before_measuring(tmp_path):
 
 def test_stem():
     assert file_stem("AMD EPYC (7B13) / x").startswith("bench-2") and file_stem("AMD EPYC/").endswith("-amd-epyc")
+
+
+def test_a_command_names_no_folder_of_this_machine(monkeypatch):
+    monkeypatch.delenv(environment.COMMAND, raising=False)
+    words = ["/a/b/drawn.py", "--out", "/c/d.json", "--peers=/e/f,/g/h/", "--lists=dense:1,window:2", "i/j", "3/6"]
+    monkeypatch.setattr("sys.argv", words)
+    said = environment.environment(torch.device("cpu"))["command"]
+    assert said == "drawn.py --out d.json --peers=f,h/ --lists=dense:1,window:2 i/j 3/6"

@@ -1,6 +1,7 @@
 """Every committed result names the script that wrote it, and something reads it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,10 @@ def test_an_archived_result_says_what_wrote_it_and_at_which_commit(path, texts):
     where = written_by(path)
     assert where["script"] and where["commit"]
     assert path.name in texts, f"nothing refers to {path.name}"
+
+
+@pytest.mark.parametrize("path", RESULTS + ARCHIVE, ids=lambda path: path.name)
+def test_no_command_names_a_folder_of_one_machine(path):
+    commands = re.findall(r'"command": ?"((?:[^"\\]|\\.)*)"', path.read_text(encoding="utf-8"))
+    assert commands or not written_by(path).get("command")
+    assert not [word for command in commands for word in re.split("[ =,]", command) if word.startswith("/")]

@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -103,11 +104,15 @@ def child_environment() -> dict[str, str]:
 
 
 def _command() -> str:
-    """The command that the user typed; a process that the bench started gets it from the environment."""
+    """The command that the user typed; a process that the bench started gets it from the environment.
+
+    Of absolute paths it has the last part alone: the folders of one machine say nothing on another.
+    """
     if COMMAND in os.environ:
         return os.environ[COMMAND]
     program = Path(sys.argv[0])
-    return " ".join(["flashlane" if program.stem in ("flashlane", "__main__") else program.name, *sys.argv[1:]])
+    words = ["flashlane" if program.stem in ("flashlane", "__main__") else program.name, *sys.argv[1:]]
+    return " ".join(re.sub(r"(^|(?<=[=,]))/[^=,]*/(?=[^/=,])", "", word) for word in words)
 
 
 def script_path() -> str | None:
