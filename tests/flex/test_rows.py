@@ -29,6 +29,16 @@ SCORES: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+EQUAL = {
+    "amax of equal elements": lambda t, score, h, q, kv: score + (t[h].round() + 0.1 * t[h].detach()[0]).amax(),
+    "amin of equal elements": lambda t, score, h, q, kv: score * (1 + (t[h] * 0.1).clamp(min=0).amin()),
+    "amax of infinite elements": lambda t, score, h, q, kv: torch.where(
+        torch.where(t[h] > 9, t[h], -torch.inf).amax() > kv, score + t[h].amax(), score
+    ),
+}
+"""Functions of rows with several largest elements; their table is 0 in some places."""
+
+
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Callable[..., torch.Tensor]) -> torch.Tensor:
     """The formula for one batch row, with every score of a head at once."""
     scores = (q @ k.mT * q.shape[-1] ** -0.5)[0]
@@ -43,16 +53,17 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Callable
     return torch.stack([of_head(h) for h in range(len(scores))])[None].softmax(-1) @ v
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", [*SCORES, *EQUAL])
 def test_scores_and_gradients_are_those_of_torch(name: str) -> None:
     found = []
     for attention in (dense, flashlane.flex_attention):
         torch.manual_seed(3)
         q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
-        table = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+        table = torch.randn(2, 5, dtype=torch.float64)
+        table = (table * (torch.arange(5) % 2 if name in EQUAL else 1)).requires_grad_()
 
         def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any = table) -> torch.Tensor:
-            return SCORES[name](table, score, h, q_idx, kv_idx)
+            return (SCORES | EQUAL)[name](table, score, h, q_idx, kv_idx)
 
         out = attention(q, k, v, score_mod)
         loss = (out * torch.arange(16, dtype=torch.float64)).sum() + 0 * table.sum()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import BlockMask, _vmap_for_bhqkv
+from torch.overrides import TorchFunctionMode
 
 from flashlane.flex import blocks
 
@@ -22,11 +23,28 @@ def places(sizes: tuple[int, int, int, int], device: str = "cpu") -> dict[str, t
     return found
 
 
+class RowsByElement(TorchFunctionMode):
+    """Reads a row (``t[h]`` of a matrix) element by element, and an element of one by a slice.
+
+    Under ``TransformGetItemToIndex`` torch has no gradient of a row, and a wrong one of its element at a number.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.__getitem__:
+            t, at = args
+            if isinstance(at, int) and t.ndim == 1:
+                return t.select(0, at)
+            at = at if isinstance(at, tuple) else (at,)
+            if any(isinstance(i, torch.Tensor) for i in at) and len(at) == t.ndim - 1:
+                return torch.stack([t[(*at, i)] for i in torch.arange(t.shape[-1], device=t.device)], -1)
+        return function(*args, **(kwargs or {}))
+
+
 def mapped(function: Callable[..., Any], score: torch.Tensor | None, sizes: tuple[int, ...]) -> torch.Tensor:
     """A function of scalars on every pair, by torch's own mapping."""
     device = "cpu" if score is None else score.device
     indices = [torch.arange(n, dtype=torch.int32, device=device) for n in sizes]
-    with TransformGetItemToIndex():
+    with TransformGetItemToIndex(), RowsByElement():
         if score is None:
             return _vmap_for_bhqkv(function, prefix=())(*indices)
         return _vmap_for_bhqkv(function, prefix=(0,))(score, *indices)

@@ -50,7 +50,7 @@ class _Draw:
         if depth <= 0:
             leaves = ["score", "score", "slope[h]", "row[b, q]", "pairs[q, kv]", "halves[kv]", "(q - kv) * slope[h]"]
             return self.random.choice([*leaves, "(score * 0 + 0.75)"])
-        a, b, kind = self.number(depth - 1), self.number(depth - 2), self.random.randrange(24)
+        a, b, kind = self.number(depth - 1), self.number(depth - 2), self.random.randrange(26)
         integer, truth = self.whole(depth - 2), self.truth(depth - 2)
         forms = [
             f"({a} + {b})",
@@ -77,8 +77,15 @@ class _Draw:
             f"torch.fmod({a} + 0.28125, torch.abs({b}) + 1.25)",
             f"(({a} + 0.28125) % (torch.abs({b}) + 1.25))",
             f"torch.where(({integer} & 1) == 0, {a}, {b})",
+            f"{self.row(a, b, truth)}.{self.random.choice(['sum()', 'mean(-1)', 'amax()', 'amin(dim=0)'])} * 0.5",
+            f"torch.tanh({self.row(a, b, truth)}).prod() - {self.row(b, a, truth)}[{self.random.randrange(-4, 4)}]",
         ]
         return f"({forms[kind]})"
+
+    def row(self, a: str, b: str, truth: str) -> str:
+        """A row of four elements."""
+        forms = ["table[h]", f"(table[h] + {a})", f"(table[h] * torch.tanh({b}))", f"torch.sin(table[h] - {a})"]
+        return self.random.choice([*forms, f"torch.where({truth}, table[h], {b})", "(table[h] * near[q])"])
 
     def whole(self, depth: int) -> str:
         if depth <= 0:
@@ -112,6 +119,9 @@ class _Draw:
         a, b = self.truth(depth - 1), self.truth(depth - 2)
         relation = self.random.choice(["<", "<=", ">", ">=", "==", "!="])
         forms = [f"(({a}) & ({b}))", f"(({a}) | ({b}))", f"(~({a}))", f"(({a}) ^ ({b}))"]
+        forms += [
+            f"(near[q] {relation} ({self.whole(depth - 1)}).unsqueeze(-1)).{self.random.choice(['any(-1)', 'all()'])}"
+        ]
         return self.random.choice([*forms, f"({self.whole(depth - 1)} {relation} {self.whole(depth - 2)})"])
 
 
@@ -129,6 +139,8 @@ def captured_tensors(seed: int, device: str = "cpu", dtype: torch.dtype = torch.
         "row": normal(batch, queries),
         "pairs": normal(keys, queries).T,  # strides that are not contiguous
         "halves": normal(keys).half(),
+        "table": normal(heads, 4),
+        "near": torch.randint(-3, 30, (queries, 4), generator=generator),
         "ids": torch.randint(0, 4, (long,), generator=generator, dtype=torch.int32).sort().values,
         "long_ids": torch.randint(-9, 9, (batch, keys), generator=generator),
         "seen": torch.rand(queries, keys, generator=generator) < 0.6,

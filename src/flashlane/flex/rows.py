@@ -6,11 +6,12 @@ Operations take them element by element, and a reduction makes a scalar of one: 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from flashlane.flex import aten
-from flashlane.flex.expression import Expression
+from flashlane.flex.expression import FLOATING, Expression, binary, constant, make, unary, where
 
 MOST_IN_ROW = 64
 """The largest number of elements of a row; each of them is code of the kernel."""
@@ -87,12 +88,33 @@ def _reduced(name: str, args: list[Any], kwargs: dict[str, Any], dtype: str, lif
         return aten.translate("aten", operation, "", list(operands), {}, dtype, lift)
 
     elements = args[0].elements
-    found = apply("to", elements[0])
     if name in ("any", "all"):
-        elements = [apply("ne", each, 0) if each.dtype != "bool" else each for each in elements]
-        found = elements[0]
+        elements = [each if each.dtype == "bool" else apply("ne", each, 0) for each in elements]
+    else:
+        elements = [apply("to", each) for each in elements]
+    found = elements[0]
     for each in elements[1:]:
         if found is None or each is None:
             return None
         found = apply(REDUCTIONS[name], found, each)
+    if name in ("amax", "amin") and found is not None and dtype in FLOATING:
+        return _shared(elements, found)
     return apply("div", found, float(len(elements))) if name == "mean" and found is not None else found
+
+
+def _shared(elements: list[Expression], extreme: Expression) -> Expression:
+    """The extreme of a row, whose gradient goes to all elements equal to it in equal parts, as torch's does.
+
+    Each such element adds itself less its own value, which is 0 with a derivative of 1.
+    """
+    zero, one = constant(0.0, extreme.dtype), constant(1.0, extreme.dtype)
+    extreme_value = make("detach", extreme.dtype, [extreme])
+    step = count = zero
+    for each in elements:
+        value = make("detach", each.dtype, [each])
+        equal = binary("eq", value, extreme_value)
+        step = binary("add", step, where(equal, binary("sub", each, value), zero))
+        count = binary("add", count, where(equal, one, zero))
+    shared = binary("add", extreme_value, binary("div", step, count))
+    finite = binary("lt", unary("abs", extreme_value), constant(math.inf, extreme.dtype))
+    return where(finite, shared, extreme)
