@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from support import programs
+from support.programs import Drawn
 
 from flashlane import bench
 
@@ -192,24 +194,29 @@ def test_tiles_of_triton_fit_blocks_of_64(speed: ModuleType) -> None:
 def test_what_f32_makes_of_a_drawn_function_is_no_failure(
     masks_script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seed 2418 divides by a difference that is nearly 0, and takes a sine of it: torch in f32 is as wrong."""
-    errors = []
+    """The sum with a large number rounds the score in f32, in torch as in a kernel."""
+    seed, errors = 3, []
+
+    def rounding(kind: str) -> Drawn:
+        if kind == "mask_mod":
+            return Drawn("q >= kv", lambda b, h, q, kv: q >= kv, {})
+        return Drawn("score", lambda score, b, h, q, kv: torch.sin((score + 65536.0) - 65536.0), {})
 
     def kernels(*given):
         scores = given[0][-1]
-        score, mask = (masks_script.draw(2418, kind, "cpu", torch.float32) for kind in ("score_mod", "mask_mod"))
-        values, slope, visible = masks_script._in_f32(2418, score, mask, scores)
+        score, mask = rounding("score_mod"), rounding("mask_mod")
+        values, slope, visible = masks_script._in_f32(seed, score, mask, scores)
         return [(values + errors[-1], slope, visible)]
 
-    drawn = masks_script.draw
-    monkeypatch.setattr(masks_script, "draw", lambda seed, kind, device, dtype: drawn(seed, kind, "cpu", dtype))
+    for module in (masks_script, programs):
+        monkeypatch.setattr(module, "draw", lambda seed, kind, *_: rounding(kind))
     monkeypatch.setattr(masks_script, "bind", lambda *_: (None, None))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda t: t)
     monkeypatch.setattr(masks_script.program_kernel, "on_gpu", kernels)
     for wrong, failures in ((0.0, 0), (0.1, 1)):
         errors.append(wrong)
-        result = masks_script._check_some([2418], float("inf"))
-        assert (len(result["failures"]), result["ill_conditioned"]) == (failures, [] if failures else [2418])
+        result = masks_script._check_some([seed], float("inf"))
+        assert (len(result["failures"]), result["ill_conditioned"]) == (failures, [] if failures else [seed])
 
 
 def test_a_cell_whose_peers_are_late_is_timed_without_them(speed: ModuleType) -> None:

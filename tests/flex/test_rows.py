@@ -97,7 +97,7 @@ def test_a_function_is_traced_again_for_rows_of_another_length() -> None:
         return lambda score, b, h, q, kv: score + table[h].sum()
 
     q, k, v = (torch.randn(1, 2, 8, 16, dtype=torch.float64) for _ in range(3))
-    for length in (3, 5, 3, 64):
+    for length in (3, 5, 3, 8):
         table = torch.randn(2, length, dtype=torch.float64)
         score = q @ k.mT / 4 + table.sum(-1)[None, :, None, None]
         torch.testing.assert_close(flashlane.flex_attention(q, k, v, of(table)), score.softmax(-1) @ v)

@@ -13,8 +13,8 @@ from typing import Any
 from flashlane.flex import aten
 from flashlane.flex.expression import FLOATING, Expression, binary, constant, make, unary, where
 
-MOST_IN_ROW = 64
-"""The largest number of elements of a row; each of them is code of the kernel."""
+MOST_IN_ROW = {"score_mod": 8, "mask_mod": 64}
+"""The largest number of elements of a row. Each is code of the kernel, in a score for each of a thread's pairs."""
 REDUCTIONS = {"any": "logical_or", "all": "logical_and", "sum": "add", "mean": "add", "prod": "mul"}
 REDUCTIONS |= {"amax": "maximum", "amin": "minimum"}
 """Operations that make a scalar of a row, and the operation on two elements that each repeats."""
@@ -55,7 +55,7 @@ def translate(
         size: elements of the result, or None for a scalar.
         lift: makes a launch parameter of an integer.
     """
-    if size is not None and not 0 < size <= MOST_IN_ROW:
+    if size == 0:
         return None
     lift = functools.cache(lift)  # one parameter, whatever the number of elements
     if target[:1] == ("aten",) and target[1] in REDUCTIONS and isinstance(args[0], Row):

@@ -175,6 +175,8 @@ class _Translation:
         """The first node of each captured tensor: a graph has one for each use."""
         self.integers: list[int] = []
         self.has_rows = False
+        self.long_row = 0
+        """Elements of a row of this node that is too long to be code."""
 
     def traced(self) -> Traced:
         for node in self.module.graph.nodes:
@@ -200,6 +202,7 @@ class _Translation:
         elif node.op == "call_function":
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 self.refuse(node)
+            self.long_row = 0
             found = self.operation(node)
             if found is not None:
                 self.values[node] = found
@@ -247,7 +250,8 @@ class _Translation:
 
     def row(self, view: _View, size: int) -> Row | None:
         """The elements of a captured tensor of which one axis has no index."""
-        if size > rows.MOST_IN_ROW:
+        if size > rows.MOST_IN_ROW[self.kind]:
+            self.long_row = size
             return None
         self.has_rows, loaded = True, []
         for element in range(size):
@@ -304,7 +308,11 @@ class _Translation:
         return value
 
     def refuse(self, node: torch.fx.Node) -> None:
-        raise NotImplementedError(f"{self.kind}: programs do not have the node {node.format_node()}")
+        most = rows.MOST_IN_ROW[self.kind]
+        why = (
+            f"; a row of a {self.kind} has up to {most} elements, this one has {self.long_row}" if self.long_row else ""
+        )
+        raise NotImplementedError(f"{self.kind}: programs do not have the node {node.format_node()}{why}")
 
     # --- captured tensors ---
 
