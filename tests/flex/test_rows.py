@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.flex_oracle import places
 from torch.nn.attention import flex_attention as torch_flex
 
 import flashlane
 from flashlane.flex.bind import bind
+from flashlane.flex.evaluate import evaluate
 
 CPU = torch.device("cpu")
 SCORES: dict[str, Callable[..., torch.Tensor]] = {
@@ -103,7 +105,25 @@ def test_a_function_is_traced_again_for_rows_of_another_length() -> None:
         torch.testing.assert_close(flashlane.flex_attention(q, k, v, of(table)), score.softmax(-1) @ v)
 
 
-def test_what_no_input_decides_is_computed_before() -> None:
-    table = torch.randn(3, 100)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["sum", "mean", "prod", "amax"])
+def test_rows_of_16_bits_are_reduced_in_f32(dtype: torch.dtype, name: str) -> None:
+    """Their sums are rounded once: of 1 and seven halves of a unit in the last place nothing is lost."""
+    half = torch.finfo(dtype).eps / 2
+    table = torch.tensor([[1.0, *[half] * 7], [1 + 2 * half] * 8]).to(dtype)
+    program, arguments = bind(lambda score, b, h, q, kv: score * 0 + getattr(table[h], name)(-1).float(), None, CPU)
+    inputs = {"score": torch.zeros(1, 2, 1, 1), **places((1, 2, 1, 1))}
+    found = evaluate([program.score], inputs, arguments.tensors, arguments.integers)[0]
+    assert torch.equal(found.flatten(), getattr(table.float(), name)(-1).to(dtype).float())
+
+
+def test_an_empty_row_is_named() -> None:
+    with pytest.raises(NotImplementedError, match="node %sum"):
+        bind(lambda score, b, h, q, kv: score + torch.zeros(3, 0)[h].sum(), None, CPU)
+
+
+@pytest.mark.parametrize("columns", [4, 100])
+def test_what_no_input_decides_is_computed_before(columns: int) -> None:
+    table = torch.randn(3, columns)
     _, arguments = bind(lambda score, b, h, q, kv: score + table.sum(-1)[h] * table[0].amax(), None, CPU)
     assert [tuple(t.shape) for t in arguments.tensors] == [(3,), ()]

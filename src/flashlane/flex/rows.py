@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashlane.flex import aten
-from flashlane.flex.expression import FLOATING, Expression, binary, constant, make, unary, where
+from flashlane.flex.expression import FLOATING, Expression, binary, cast, constant, make, unary, where
 
 MOST_IN_ROW = {"score_mod": 8, "mask_mod": 64}
 """The largest number of elements of a row. Each is code of the kernel, in a score for each of a thread's pairs."""
@@ -58,7 +58,7 @@ def translate(
     if size == 0:
         return None
     lift = functools.cache(lift)  # one parameter, whatever the number of elements
-    if target[:1] == ("aten",) and target[1] in REDUCTIONS and isinstance(args[0], Row):
+    if target[0] == "aten" and target[1] in REDUCTIONS and isinstance(args[0], Row):
         found = _reduced(target[1], args, kwargs, dtype, lift)
         return found if size is None or found is None else Row((found,))
     if size is None:
@@ -79,13 +79,15 @@ def translate(
 
 
 def _reduced(name: str, args: list[Any], kwargs: dict[str, Any], dtype: str, lift: aten.Lift) -> Expression | None:
-    """A reduction of a row, whose only dimension is 0 or -1."""
+    """A reduction of a row, whose only dimension is 0 or -1; f16 and bf16 are summed in f32, as by torch."""
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     if not set(dims if isinstance(dims, (list, tuple)) else (dims,)) <= {None, 0, -1}:
         return None
 
+    work = "f32" if dtype in ("f16", "bf16") else dtype
+
     def apply(operation: str, *operands: Any) -> Expression | None:
-        return aten.translate("aten", operation, "", list(operands), {}, dtype, lift)
+        return aten.translate("aten", operation, "", list(operands), {}, work, lift)
 
     elements = args[0].elements
     if name in ("any", "all"):
@@ -97,9 +99,11 @@ def _reduced(name: str, args: list[Any], kwargs: dict[str, Any], dtype: str, lif
         if found is None or each is None:
             return None
         found = apply(REDUCTIONS[name], found, each)
-    if name in ("amax", "amin") and found is not None and dtype in FLOATING:
-        return _shared(elements, found)
-    return apply("div", found, float(len(elements))) if name == "mean" and found is not None else found
+    if found is not None and name == "mean":
+        found = apply("div", found, float(len(elements)))
+    elif found is not None and name in ("amax", "amin") and dtype in FLOATING:
+        found = _shared(elements, found)
+    return found if found is None else cast(found, dtype)
 
 
 def _shared(elements: list[Expression], extreme: Expression) -> Expression:

@@ -227,19 +227,24 @@ class _Translation:
         if name[0] == "aten" and name[1] in ("index", "select"):
             return self.indexed(node, name[1])
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.ndim > self.varies[node]:
-            return None  # what is no scalar, and depends on captured tensors alone, is computed before the kernel
+        if not isinstance(value, torch.Tensor) or value.ndim > 1:
+            return None
+        if not self.varies[node] and (value.ndim or any(map(self.is_part, node.all_input_nodes))):
+            return None  # rows that depend on captured tensors alone are computed before the kernel
         arguments = [self.argument(a) for a in node.args]
         keywords = {key: self.argument(a) for key, a in node.kwargs.items()}
         if any(a is None for a, given in zip(arguments, node.args, strict=True) if given is not None):
             return None
         target, kind = (name[0], name[1], name[2] if len(name) > 2 else ""), short_name(value.dtype)
         if value.ndim or rows.has_row(*arguments, *keywords.values()):
-            if not self.varies[node]:
-                return None
             size = value.shape[0] if value.ndim else None
             return rows.translate(target, arguments, keywords, kind, size, self.integer)
         return aten.translate(*target, arguments, keywords, kind, self.integer)
+
+    def is_part(self, node: torch.fx.Node) -> bool:
+        """Whether a node is a captured tensor of which at least one axis has no index."""
+        view = self.values.get(node)
+        return isinstance(view, _View) and None in view.indices
 
     def argument(self, given: Any) -> Any:
         """A node's expression or row, or None where it has none; anything but a node stays as it is."""
@@ -250,7 +255,7 @@ class _Translation:
 
     def row(self, view: _View, size: int) -> Row | None:
         """The elements of a captured tensor of which one axis has no index."""
-        if size > rows.MOST_IN_ROW[self.kind]:
+        if not 0 < size <= rows.MOST_IN_ROW[self.kind]:
             self.long_row = size
             return None
         self.has_rows, loaded = True, []
