@@ -13,6 +13,7 @@ from flashlane.core.ranges import OWN, Chunk, Range, Ranges
 from flashlane.kernels import makespan
 from flashlane.kernels.hopper.arch import L2_MIB
 from flashlane.kernels.hopper.forward import cost, ranged, select, tiles
+from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.kernel import KERNEL
 
 SMS = 132
@@ -89,14 +90,14 @@ def test_sections_of_any_number_of_heads_end_more_evenly(rows: int, keys: int) -
         assert makespan.makespan_of_runs(runs, SMS) == pytest.approx(found)
         return found
 
-    chosen = select.section_of_ranges([problem], config)
+    chosen, _ = select.section_of_ranges([problem], config)
     assert time(chosen) < 0.99 * min(map(time, select.section_sizes(problem, config)))
 
 
 def test_many_tiles_have_the_sections_of_other_launches() -> None:
     problem = asked(131072, 196608)
     config = KERNEL.config(problem)
-    assert select.section_of_ranges([problem], config) in select.section_sizes(problem, config)
+    assert select.section_of_ranges([problem], config)[0] in select.section_sizes(problem, config)
 
 
 @pytest.mark.parametrize("keys", [(32768, 8192), (24576, 16384)])
@@ -104,10 +105,41 @@ def test_ranges_of_many_long_heads_read_their_keys_from_the_l2_cache(keys: tuple
     """A rank of two with 32 KV heads and 16,384 tokens: all heads at once took 4 to 9 % longer on an H200."""
     parts = [asked(8192, each, kv_heads=32) for each in keys]
     config = KERNEL.config(parts[0])
-    chosen = select.section_of_ranges(parts, config)
+    chosen, _ = select.section_of_ranges(parts, config)
     assert chosen * cost.mebibytes_of_head(parts[0], config) <= L2_MIB
     few = [asked(4096, each // 2) for each in keys]
-    assert select.section_of_ranges(few, config) >= 16, "eight KV heads of half as many keys nearly fit"
+    assert select.section_of_ranges(few, config)[0] >= 16, "eight KV heads of half as many keys nearly fit"
+
+
+@pytest.mark.parametrize("tokens", [4096, 8192])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tile_of_ranges_packs_a_group_where_less_is_left_over(tokens: int, rank: int) -> None:
+    """Two thirds of the tiles that are left over at 12,288 keys would be empty for each of 32 heads."""
+    half = tokens // 2
+    sequences = of_first_rank(tokens).sequences
+    if rank:
+        sequences = (Range(half, tokens, 0, 3 * half), Range(0, half, 0, tokens))
+    ranges, problem = Ranges(sequences), asked(half, 2 * tokens, varlen=True, batch=2)
+    config = KERNEL.config(problem)
+    assert config.pack_gqa == 1
+    packed, whole, divided = ranged.fastest(problem, ranges, config)
+    assert (packed.packed_heads, packed.pack_gqa) == (4, 4) and whole.batch == len(divided.sequences)
+    assert torch.equal(last_keys(divided, tokens), last_keys(ranges, tokens))
+
+    def time(config: HopperConfig, ranges: Ranges) -> float:
+        parts = [cost.Launch(part, config, 1) for part in ranged.as_problems(problem, ranges)]
+        return sum(sum(part.costs) * part.heads for part in parts) / SMS
+
+    alone = ranged.tiles_end_with_rows(ranges, config.block_m)
+    assert time(packed, divided) < 0.995 * time(config, alone)
+
+
+@pytest.mark.parametrize("kv_heads, heads", [(32, 32), (4, 28)])
+def test_a_tile_of_ranges_has_one_head_where_a_group_fills_it_no_better(kv_heads: int, heads: int) -> None:
+    """A group of one head; and one of seven, which takes eight rows of a tile for each query."""
+    problem = asked(4096, 16384, varlen=True, batch=2, kv_heads=kv_heads, heads=heads)
+    config, _, _ = ranged.fastest(problem, Ranges(of_first_rank(8192).sequences), KERNEL.config(problem))
+    assert config.pack_gqa == 1
 
 
 def last_keys(ranges: Ranges, rows: int) -> torch.Tensor:

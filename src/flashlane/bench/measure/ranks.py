@@ -35,7 +35,7 @@ from flashlane.jit import compiler
 
 GROUP_SECONDS = 60
 """The timeout of the group's operations."""
-ROUNDS = 7
+ROUNDS = 21
 ROUND_MS, PREHEAT_MS = 40.0, 25.0
 """The time for which a call is repeated in each round, at least twice, and that for which it runs before on a GPU."""
 MOST_CALLS = 200

@@ -43,8 +43,6 @@ on the device they are ahead of any number of splits of the decode kernel in all
 CTAS_BEFORE_DECODE = 16
 """Tiles with their splits from which that holds: with 4 and 8 the decode kernel took 0.74 to 0.97 of the time, with 16
 to 56 1.08 to 2.3 times (notebook 0038)."""
-MOST_DIVIDED = 16
-"""The most ranges of a launch that are divided so that their last tiles are full: each becomes two sequences."""
 BEHIND_MMA = 10.5
 """Between the priority of that family and what its best tag has."""
 
@@ -178,15 +176,10 @@ class HopperForward(DeviceKernel):
         if dense is not None and _config(dense).cluster == 1:  # clusters would wait for keys together
             problem = dense
         config = _config(problem)
-        if problem.has_right_only:
-            parts = [problem]
-            if problem.varlen:
-                if config.pack_gqa == 1 and len(ranges.sequences) <= MOST_DIVIDED:
-                    ranges = ranged.tiles_end_with_rows(ranges, config.block_m)
-                    ranges = ranged.own_keys_first(problem, ranges, config)
-                    problem = replace(problem, batch=len(ranges.sequences))
-                parts = ranged.as_problems(problem, ranges)
-            config = replace(config, heads_per_section=select.section_of_ranges(parts, config))
+        if problem.has_right_only and problem.varlen:
+            config, problem, ranges = ranged.fastest(problem, ranges, config)
+        elif problem.has_right_only:
+            config = replace(config, heads_per_section=select.section_of_ranges([problem], config)[0])
         return ranged.prepare(config, problem, ranges, inputs, out, arriving)
 
     def run(

@@ -12,13 +12,16 @@ from flashlane.core.ranges import LINK_RATE, OWN, Arriving, Range, RangedRepeat,
 from flashlane.jit import launch, tensormap
 from flashlane.jit.launch_pool import LaunchPlan
 from flashlane.kernels import makespan
-from flashlane.kernels.hopper.forward import cost
+from flashlane.kernels.hopper.forward import cost, select
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import FIELDS, HopperParams, PreparedForward, key_map
+from flashlane.kernels.hopper.forward.tile_scheduler import ALONE, heads_of_group
 
 NANOSECONDS = 1_000_000_000
 _MAP = ctypes.c_ubyte * tensormap.MAP_BYTES
 OWN_MAPS = ("own_k", "own_v")
+MOST_DIVIDED = 16
+"""The most ranges of a launch that are divided so that their last tiles are full: each becomes two sequences."""
 
 
 class _Plain(ctypes.Structure):
@@ -123,14 +126,18 @@ def as_dense(
     return replace(problem, batch=1, varlen=False, seqlen_q=first.q_stop, seqlen_k=first.k_stop)
 
 
-def tiles_end_with_rows(ranges: Ranges, block_m: int) -> Ranges:
+def tiles_end_with_rows(ranges: Ranges, queries: int) -> Ranges:
     """The same rows in ranges whose last tiles are full: what is left over is a tile of the rows that see fewest keys.
 
     Under a causal mask each other tile then ends up to a tile's rows earlier, and so do its keys.
+
+    Args:
+        ranges: of a launch.
+        queries: of a tile.
     """
     found: list[Range] = []
     for each in ranges.sequences:
-        rows, shift = (each.q_stop - each.q_first) % block_m, each.alignment
+        rows, shift = (each.q_stop - each.q_first) % queries, each.alignment
         stop = each.q_first + rows
         if rows and stop < each.q_stop:
             found.append(each._replace(q_first=stop, shift=shift + rows))
@@ -177,7 +184,7 @@ def own_keys_first(problem: AttentionProblem, ranges: Ranges, config: HopperConf
 
     count = min(range(len(moved) + 1), key=time)
     each = ranges.sequences[at]
-    border = max(each.q_first, each.q_stop - count * config.block_m)
+    border = max(each.q_first, each.q_stop - count * (config.block_m // config.pack_gqa))
     if border == each.q_stop:
         return ranges
     first = each._replace(q_first=border, shift=each.alignment + border - each.q_first)
@@ -185,6 +192,34 @@ def own_keys_first(problem: AttentionProblem, ranges: Ranges, config: HopperConf
     others = [[other] for other in ranges.sequences]
     others[at] = rest
     return Ranges((first, *(other for some in others for other in some)), ranges.chunks)
+
+
+def fastest(
+    problem: AttentionProblem, ranges: Ranges, config: HopperConfig
+) -> tuple[HopperConfig, AttentionProblem, Ranges]:
+    """The configuration, problem and ranges of a causal launch, with the order of its tiles.
+
+    Up to :data:`MOST_DIVIDED` ranges are divided so that tiles end with their rows. A tile then has one query head, or
+    all heads of a group: whole tiles of one head leave more rows over, in the tiles of most keys, than those of a group
+    do. What is predicted to end first is taken.
+
+    Args:
+        problem: the ranges' packed sequences under a causal mask.
+        ranges: those with most work first.
+        config: the configuration of the problem.
+    """
+    found = []
+    divided = config.pack_gqa == 1 and len(ranges.sequences) <= MOST_DIVIDED
+    for heads, rows in dict.fromkeys((ALONE, heads_of_group(problem, config.block_m))) if divided else ():
+        packed = replace(config, packed_heads=heads, pack_gqa=rows)
+        some = tiles_end_with_rows(ranges, config.block_m // rows)
+        some = own_keys_first(problem, some, packed)
+        found.append((packed, replace(problem, batch=len(some.sequences)), some))
+    timed = []
+    for each, whole, some in found or [(config, problem, ranges)]:
+        size, time = select.section_of_ranges(as_problems(whole, some), each)
+        timed.append((time, (replace(each, heads_per_section=size), whole, some)))
+    return min(timed, key=lambda entry: entry[0])[1]
 
 
 def as_problems(problem: AttentionProblem, ranges: Ranges) -> list[AttentionProblem]:

@@ -156,8 +156,8 @@ def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:
     return makespan.section_sizes(heads, sharing, tried)
 
 
-def section_of_ranges(parts: Sequence[AttentionProblem], config: HopperConfig) -> int:
-    """Tile heads of a section of the L2 head swizzle with the least predicted time, of any number.
+def section_of_ranges(parts: Sequence[AttentionProblem], config: HopperConfig) -> tuple[int, float]:
+    """Tile heads of a section of the L2 head swizzle with the least predicted time, of any number, and that time.
 
     The tiles of a rank's chunks may all be long, so that a launch ends with tiles of a tenth of its time: which number
     of heads a section has then decides how evenly they end.
@@ -180,7 +180,9 @@ def section_of_ranges(parts: Sequence[AttentionProblem], config: HopperConfig) -
             slowdown *= 1 + FROM_MEMORY * cost.streamed(longest.problem, config, size, longest.one.block)
         return makespan.makespan_of_runs(runs, longest.workers) * slowdown
 
-    return min(sizes, key=predicted)
+    times = {size: predicted(size) for size in sizes}
+    best = min(times, key=times.__getitem__)
+    return best, times[best]
 
 
 def config_of_shape(shape: tiles.TileShape, problem: AttentionProblem) -> HopperConfig:

@@ -37,14 +37,21 @@ class PackedHeads(NamedTuple):
 ALONE = PackedHeads(1, 1)
 
 
+def heads_of_group(problem: AttentionProblem, block_m: int) -> PackedHeads:
+    """All heads of a group, where a tile has rows for them, else one."""
+    group = problem.group
+    if group == 1 or group > block_m:
+        return ALONE
+    return PackedHeads(group, next(rows for rows in range(group, block_m + 1) if block_m % rows == 0))
+
+
 def packed_heads_of(problem: AttentionProblem, block_m: int) -> PackedHeads:
     """What a tile packs: all heads of a group where that saves tiles, else one."""
-    group, queries = problem.group, problem.seqlen_q
-    if group == 1 or group > block_m or queries == 0:
+    queries, packed = problem.seqlen_q, heads_of_group(problem, block_m)
+    if packed == ALONE or queries == 0:
         return ALONE
-    rows = next(rows for rows in range(group, block_m + 1) if block_m % rows == 0)
-    fewer = ceil_div(queries * rows, block_m) <= 0.9 * group * ceil_div(queries, block_m)
-    return PackedHeads(group, rows) if fewer else ALONE
+    fewer = ceil_div(queries * packed.rows, block_m) <= 0.9 * packed.heads * ceil_div(queries, block_m)
+    return packed if fewer else ALONE
 
 
 def fills(tiles: int, sms: int = SMS) -> bool:
