@@ -42,7 +42,9 @@ def bench_tables(path: Path, view: str = "") -> str:
         raise ValueError(f"{path.name} has format {kind!r}; it must be a file that flashlane bench wrote")
     if view not in views:
         raise ValueError(f"{path.name} has no view {view!r}; it may be one of {', '.join(map(repr, views))}")
-    return f"{measured_on(result['environment'])}{other_runs(result)}\n{views[view](result)}"
+    in_parts = kind.startswith(two_gpus_tables.FORMAT)
+    where = two_gpus_tables.environment_of(result, view) if in_parts else result["environment"]
+    return f"{measured_on(where)}{other_runs(result)}\n{views[view](result)}"
 
 
 def measured_on(where: Mapping[str, Any]) -> str:
@@ -530,7 +532,7 @@ def e2e_kernels(result: Result) -> str:
 
 VIEWS = {
     "flashlane-e2e-kernels/": {"": e2e_kernels},
-    "flashlane-two-gpus/": {"": two_gpus_tables.shares, "model": two_gpus_tables.model, "step": two_gpus_tables.step},
+    two_gpus_tables.FORMAT: {"": two_gpus_tables.shares, "model": two_gpus_tables.model, "step": two_gpus_tables.step},
     "flashlane-flex-host/": {"": flex_tables.host},
     "flashlane-flex-masks/": {"": flex_tables.masks},
     "flashlane-flex-speed/": {"": flex_tables.speed},

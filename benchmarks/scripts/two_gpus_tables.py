@@ -8,6 +8,8 @@ from typing import Any
 from markdown_parts import table, wrapped
 
 BOTH = ("forward", "both")
+FORMAT = "flashlane-two-gpus/"
+"""How the format of a result of two_gpus.py begins."""
 COLUMNS = {
     "allgather": "default",
     "allgather by messages": "by messages",
@@ -77,3 +79,9 @@ def model(result: Result) -> str:
         + "\n"
         + wrapped(" ".join(f"{note[0].upper()}{note[1:].removesuffix('.')}." for note in notes))
     )
+
+
+def environment_of(result: Result, view: str) -> Mapping[str, Any]:
+    """What a view's figures were measured on; parts that an earlier run did have an environment of their own."""
+    part = {"step": "step", "model": "bench"}.get(view)
+    return result["results"].get(part, result).get("environment", result["environment"])

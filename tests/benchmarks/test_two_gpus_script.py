@@ -144,3 +144,15 @@ def test_the_tables_have_each_methods_shares(script: ModuleType) -> None:
     assert tables.step(result).splitlines()[2] == "| allgather | 75.0 | 90.0 % |"
     text = tables.model(result)
     assert "| 4 | 32,768 | 3.50 | 97 % | 14.00 | 90 % |" in text and "240 GB/s" in text and text.endswith("X.\n")
+
+
+def test_a_table_names_the_commit_of_its_part(script: ModuleType) -> None:
+    """A file may join parts of several runs, and figures of a part are of its own."""
+    tables = importlib.import_module("two_gpus_tables")
+    results = {"speed": {}, "step": {"environment": {"commit": "earlier"}}, "bench": {}}
+    result = {"environment": {"commit": "now"}, "results": results}
+    assert [tables.environment_of(result, view)["commit"] for view in ("", "step", "model")] == [
+        "now",
+        "earlier",
+        "now",
+    ]
