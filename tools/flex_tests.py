@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import importlib.util
 import os
 import re
 import sys
@@ -290,6 +291,8 @@ def main(arguments: list[str] | None = None) -> int:
     for path in parsed.module:
         if not path.is_file():
             parser.error(f"module is {path}, which is not a file")
+    if importlib.util.find_spec("expecttest") is None and any(of_pytorch(str(path)) for path in parsed.module):
+        parser.error("PyTorch's tests import expecttest: pip install expecttest")
     if "--on-cpu" not in pytest_arguments and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --on-cpu runs the tests there")
     # Inductor would start as many processes as there are cores, for every worker.

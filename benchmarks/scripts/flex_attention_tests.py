@@ -27,6 +27,7 @@ from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import write_atomically
 
 SCRIPT = "benchmarks/scripts/flex_attention_tests.py"
+OUTCOMES = ("passed", "skipped", "failed")
 GYM = (
     "test_mods", "test_document_mask", "test_shared_prefix", "test_block_diffusion", "test_graphormer",
     "test_global_sliding_window", "test_jetspec", "test_sandwich", "test_vsa", "test_merge_attention", "test_natten",
@@ -59,7 +60,8 @@ def run(modules: list[Path], options: argparse.Namespace, gym: bool) -> dict[str
 
 
 def others(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a file that none of these replaces."""
+    """The rows of a file that none of these replaces. A run without a result, such as one that could not import its
+    module, replaces none."""
     before = json.loads(path.read_text())["rows"] if path.is_file() else []
     new = {(row["of"], row["on"]) for row in rows}
     return [row for row in before if (row["of"], row["on"]) not in new]
@@ -85,10 +87,11 @@ def main() -> int:
         parser.error(f"there is no {', '.join(missing)}")
     with ThreadPoolExecutor(len(runs)) as pool:
         rows = list(pool.map(lambda of: run(of[0], options, of[1]), runs))
+    ran = [row for row in rows if any(row[outcome] for outcome in OUTCOMES)]
     body = {"format": "flashlane-flex-attention-tests/1", "script": SCRIPT, "environment": rows[0]["environment"]}
-    write_atomically(options.out, json.dumps(body | {"rows": [*others(options.out, rows), *rows]}, indent=1) + "\n")
+    write_atomically(options.out, json.dumps(body | {"rows": [*others(options.out, ran), *ran]}, indent=1) + "\n")
     for row in rows:
-        counts = ", ".join(f"{row[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
+        counts = ", ".join(f"{row[outcome]} {outcome}" for outcome in OUTCOMES)
         print(f"{row['of']}: {counts} in {row['seconds']:.0f} s{', ended early' * row['ended_early']}", flush=True)
         for case, why in row["failures"].items():
             print(f"  {case}: {' '.join(why.split())[-200:]}")

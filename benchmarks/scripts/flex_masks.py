@@ -1,7 +1,7 @@
 """Score and mask programs on a GPU: correctness first, then block lists and attention next to torch's.
 
     python benchmarks/scripts/flex_masks.py --out masks.json [--parts programs,attention,masks,speed]
-        [--programs 300] [--seconds 20] [--processes 8] [--tokens 65536]
+        [--programs 300] [--first 0] [--seconds 20] [--processes 8] [--tokens 65536]
 
 programs: drawn functions in f32 against f64, up to a number or for so many seconds. attention: flex_attention and its
 gradients against torch operations. masks: each named mask, by intervals and as a program: microseconds on the device (a
@@ -46,10 +46,10 @@ LARGEST_ERROR = 2e-2
 """Of an output, an LSE or a gradient in bf16, by its largest value."""
 
 
-def check_programs(count: int, seconds: float, processes: int) -> dict[str, Any]:
-    """Drawn programs on every pair, in f32 on the GPU, against the same functions in f64."""
+def check_programs(count: int, seconds: float, processes: int, seed: int = 0) -> dict[str, Any]:
+    """Drawn programs on every pair, in f32 on the GPU, against the same functions in f64; ``seed`` is the first's."""
     context = multiprocessing.get_context("spawn")
-    parts = [(range(first, count, processes), time.time() + seconds) for first in range(processes)]
+    parts = [(range(seed + at, seed + count, processes), time.time() + seconds) for at in range(processes)]
     if processes == 1:
         checks = [_check_some(*parts[0])]
     else:
@@ -310,6 +310,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", default="programs,attention,masks", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--programs", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first drawn program")
     parser.add_argument("--seconds", type=float, default=20.0, help="of drawn programs")
     parser.add_argument("--processes", type=int, default=8, help="that draw, compile and check programs")
     parser.add_argument("--speed-seconds", type=float, default=300.0)
@@ -322,7 +323,7 @@ def main() -> int:
             parser.error(f"--parts has {part!r}; it may have {', '.join(PARTS)}")
     device = device_or_exit()
     where = {"script": "benchmarks/scripts/flex_masks.py", "environment": environment(device)}
-    results: dict[str, Any] = {"format": "flashlane-flex-masks/1", **where, "seed": 0}
+    results: dict[str, Any] = {"format": "flashlane-flex-masks/1", **where, "seed": options.first}
 
     def keep(name: str, found: Any) -> None:
         results[name] = found
@@ -330,7 +331,7 @@ def main() -> int:
 
     bad = False
     if "programs" in parts:
-        keep("programs", check_programs(options.programs, options.seconds, options.processes))
+        keep("programs", check_programs(options.programs, options.seconds, options.processes, options.first))
         print({key: value for key, value in results["programs"].items() if key != "failures"})
         failures = results["programs"]["failures"]
         print("failures:", len(failures), failures[:3], flush=True)

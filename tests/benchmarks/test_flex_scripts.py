@@ -43,6 +43,13 @@ def test_without_a_gpu_they_say_so(name, tmp_path, monkeypatch, capsys) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_drawn_programs_begin_at_a_seed(masks_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"programs": 3, "failures": [], "ill_conditioned": [], "worst_error": 0.0}
+    given: list[list[int]] = []
+    monkeypatch.setattr(masks_script, "_check_some", lambda seeds, until: given.append(list(seeds)) or found)
+    assert masks_script.check_programs(3, 1.0, 1, 70) == found and given == [[70, 71, 72]]
+
+
 def test_attention_is_compared_by_value(masks_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU both sides are the reference; a call that fails is told."""
     rows = masks_script.check_attention(CPU, 20)

@@ -132,3 +132,18 @@ def test_the_tool_tells_calls_refusals_and_skips(tmp_path: Path) -> None:
     assert "1 calls ran the tiled reference" in said and "why it is" in said and "searchsorted" in said, said
     rc, said = run(tmp_path / "none.py")
     assert rc == 2 and "which is not a file" in said
+
+
+def test_the_tool_asks_for_the_package_that_pytorchs_own_module_imports(tmp_path: Path) -> None:
+    path = tmp_path / "test_module.py"
+    path.write_text("instantiate_device_type_tests(TestIt, globals())\n")
+    code = f"""
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "expecttest" else find(name, *rest)
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import flex_tests
+flex_tests.main([sys.argv[-1], "--on-cpu", "-q"])
+"""
+    rc, said = torch_forks.run(code, path)
+    assert rc == 2 and "PyTorch's tests import expecttest" in said, said

@@ -40,7 +40,9 @@ extern "C" __global__ void pairs(const __grid_constant__ Params p) {{
 # What CUDA has and C++ has not. Half types are declared only.
 _HOST = """
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+using std::abs;  // of long long too, as CUDA's
 #define __device__
 #define __forceinline__ inline
 struct __half { unsigned short bits; };
@@ -87,9 +89,9 @@ def source(*programs: Program) -> KernelSource:
     return KernelSource("tests/pairs.cu", text + _KERNEL.format(members=members, cases=cases), "pairs")
 
 
-def _body(program: Program) -> str:
+def _body(program: Program, rolled: bool = False) -> str:
     """The program's header, for a namespace."""
-    return program.header().replace("#pragma once", "").replace('#include "program_math.cuh"', "")
+    return program.header(rolled=rolled).replace("#pragma once", "").replace('#include "program_math.cuh"', "")
 
 
 def _outputs(score: torch.Tensor) -> Outputs:
@@ -100,8 +102,10 @@ def _outputs(score: torch.Tensor) -> Outputs:
     )
 
 
-def on_host(programs: Mapping[str, tuple[Program, Arguments, torch.Tensor]], folder: Path) -> dict[str, Outputs]:
-    """Each program on the scores (f32) of every pair, compiled as C++ together."""
+def on_host(
+    programs: Mapping[str, tuple[Program, Arguments, torch.Tensor]], folder: Path, rolled: bool = False
+) -> dict[str, Outputs]:
+    """Each program on the scores (f32) of every pair, compiled as C++ together; ``rolled`` as ``header`` takes it."""
     import flashlane
 
     math_header = Path(flashlane.__file__).parent / "cuda" / "program_math.cuh"
@@ -110,7 +114,7 @@ def on_host(programs: Mapping[str, tuple[Program, Arguments, torch.Tensor]], fol
     text = '#include "program_math.cuh"\n'
     for i, (program, _, _) in enumerate(programs.values()):
         call = _HOST_CALL.replace("void pairs(", f"void pairs{i}(")
-        text += f"namespace n{i} {{\n{_body(program)}\n{call}\n}}\n"
+        text += f"namespace n{i} {{\n{_body(program, rolled)}\n{call}\n}}\n"
     folder.joinpath("pairs.cc").write_text(text)
     command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "pairs.cc", "-o", "pairs.so"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)  # type: ignore[arg-type]

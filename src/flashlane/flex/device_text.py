@@ -17,6 +17,7 @@ from flashlane.flex.expression import (
     unary,
 )
 from flashlane.flex.integer_range import Known, may_be_negative, may_wrap
+from flashlane.flex.loops import ELEMENT
 
 C_TYPES = {"bool": "bool", "i32": "int", "i64": "long long", "f32": "float", "f64": "double"}
 C_TYPES |= dict.fromkeys(("u8", "i8", "i16"), "int") | dict.fromkeys(("f16", "bf16"), "float")
@@ -127,22 +128,42 @@ def body(
     names: dict[Expression, str] = {}
     ranges: Known = {}
     lines: list[tuple[str, str]] = []
+    rounds: dict[Expression, str] = {}  # the statements that a loop has
     for e in nodes(root):
         if e.op == "constant":
             names[e] = literal(e.value, e.dtype)  # type: ignore[arg-type]
         elif e.op == "input" and e.dtype != "f64" and e.value != "score":
             names[e] = str(e.value)
         else:
-            name = names[e] = f"v{len(lines)}"
+            name = names[e] = f"v{len(lines) + len(rounds)}"
             arguments = [names[operand] for operand in e.operands]
+            if e.op == "loop":
+                lines.append((name, _loop(e, name, arguments[0], rounds)))
+                continue
             if e.op == "load":
                 text = _load(e, arguments, captured, ranges)
             elif approximate and e.op == "tanh" and e.dtype == "f32":
                 text = f"approximate_tanh({arguments[0]})"
             else:
                 text = _text(e, arguments, ranges, short)
-            lines.append((name, f"const {C_TYPES[e.dtype]} {name} = {text};"))
+            line = f"const {C_TYPES[e.dtype]} {name} = {text};"
+            if any(o in rounds or (o.op, o.value) == ("input", ELEMENT) for o in e.operands):
+                rounds[e] = line
+            else:
+                lines.append((name, line))
     return "\n".join([*_used(lines, {names[root]}), f"        return static_cast<{result}>({names[root]});"])
+
+
+def _loop(e: Expression, name: str, term: str, rounds: dict[Expression, str]) -> str:
+    """The statements of a loop, which ends as soon as a term decides it."""
+    op, count = e.value  # type: ignore[misc]
+    before, goes_on = ("false", f"!{name}") if op == "or" else ("true", name)
+    inside = [f"            {rounds[part]}" for part in nodes(e.operands[0]) if part in rounds]
+    return "\n".join([
+        f"bool {name} = {before};", "#pragma unroll 1",
+        f"        for (int {ELEMENT} = 0; {ELEMENT} < {count} && {goes_on}; ++{ELEMENT}) {{",
+        *inside, f"            {name} = {term};", "        }",
+    ])  # fmt: skip
 
 
 def _used(lines: list[tuple[str, str]], names: set[str]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashlane.flex import derivative, device_text
+from flashlane.flex import derivative, device_text, loops
 from flashlane.flex.expression import Expression, digest, inputs_of, is_constant, linear, nodes
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Program:
 
         return score_range.centre_of(self.score)
 
-    def header(self, approximate: bool = False, by_distance: bool = False) -> str:
+    def header(self, approximate: bool = False, by_distance: bool = False, rolled: bool = False) -> str:
         """CUDA C++ of :data:`HEADER`: ``struct ProgramParams`` and ``struct Program``, scalar and inlined.
 
         ``Program::score`` takes ``q·k`` and its scale, the pair, and its distance kv − q again, in two parts. What it
@@ -129,27 +129,29 @@ class Program:
             approximate: whether tanh in the score and its derivative has a relative error of 2^-11, a quarter of
                 bf16's, instead of f32's.
             by_distance: whether a kernel may take a :attr:`linear_score` by its slope, for which its scale is positive.
+            rolled: whether the mask has its long reductions as loops, for a kernel that has its code many times.
         """
-        options = approximate, by_distance
+        options = approximate, by_distance, rolled
         if options not in self._headers:
             self._headers[options] = self._text(*options)
         return self._headers[options]
 
     @functools.cached_property
-    def _headers(self) -> dict[tuple[bool, bool], str]:
+    def _headers(self) -> dict[tuple[bool, bool, bool], str]:
         return {}
 
-    def _text(self, approximate: bool, by_distance: bool) -> str:
+    def _text(self, approximate: bool, by_distance: bool, rolled: bool) -> str:
         factor, score = (1.0, None) if self.score is None else device_text.factor_of(self.score)
         sizes = {"N": max(1, len(self.captured)), "D": max([1, *(t.ndim for t in self.captured)])}
         types = tuple(t.dtype for t in self.captured)
         identity, one, always = (f"        return {value};" for value in ("product * scale", "1.f", "true"))
+        mask = loops.rolled(self.mask) if rolled and self.mask is not None else self.mask
         bodies = {
             "SCORE": identity if score is None else device_text.body(score, types, "float", True, approximate),
             "DERIVATIVE": one
             if self.derivative is None
             else device_text.body(self.derivative, types, "float", True, approximate),
-            "VISIBLE": always if self.mask is None else device_text.body(self.mask, types, "bool"),
+            "VISIBLE": always if mask is None else device_text.body(mask, types, "bool"),
         }
         bodies["FACTOR"] = device_text.literal(factor, "f32")
         by_slope = self.linear_score if by_distance else None

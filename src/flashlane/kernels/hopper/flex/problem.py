@@ -164,7 +164,7 @@ def kernel_header(program: Program, mask_bits: bool, approximate: bool, by_dista
     """The ``program.cuh`` of a kernel: where bits are the mask, the score alone, so that masks share kernels."""
     if program.score is None and (mask_bits or program.mask is None):
         return ""
-    return (program.without_mask() if mask_bits else program).header(approximate, by_distance)
+    return (program.without_mask() if mask_bits else program).header(approximate, by_distance, rolled=True)
 
 
 def kernel_arguments(program: Program, captured: Any, mask_bits: bool) -> ctypes.Structure:
