@@ -60,11 +60,18 @@ def run(modules: list[Path], options: argparse.Namespace, gym: bool) -> dict[str
 
 
 def others(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a file that none of these replaces. A run without a result, such as one that could not import its
-    module, replaces none."""
+    """The rows of a file that none of these replaces."""
     before = json.loads(path.read_text())["rows"] if path.is_file() else []
     new = {(row["of"], row["on"]) for row in rows}
     return [row for row in before if (row["of"], row["on"]) not in new]
+
+
+def keep(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows that have a result. A run that could not import its module has none, and replaces none."""
+    ran = [row for row in rows if any(row[outcome] for outcome in OUTCOMES)]
+    if ran:
+        body = {"format": "flashlane-flex-attention-tests/1", "script": SCRIPT, "environment": ran[0]["environment"]}
+        write_atomically(path, json.dumps(body | {"rows": [*others(path, ran), *ran]}, indent=1) + "\n")
 
 
 def main() -> int:
@@ -87,9 +94,7 @@ def main() -> int:
         parser.error(f"there is no {', '.join(missing)}")
     with ThreadPoolExecutor(len(runs)) as pool:
         rows = list(pool.map(lambda of: run(of[0], options, of[1]), runs))
-    ran = [row for row in rows if any(row[outcome] for outcome in OUTCOMES)]
-    body = {"format": "flashlane-flex-attention-tests/1", "script": SCRIPT, "environment": rows[0]["environment"]}
-    write_atomically(options.out, json.dumps(body | {"rows": [*others(options.out, ran), *ran]}, indent=1) + "\n")
+    keep(options.out, rows)
     for row in rows:
         counts = ", ".join(f"{row[outcome]} {outcome}" for outcome in OUTCOMES)
         print(f"{row['of']}: {counts} in {row['seconds']:.0f} s{', ended early' * row['ended_early']}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -247,3 +248,19 @@ def test_a_run_is_resumed_where_commit_and_card_are_the_same(speed: ModuleType) 
     assert speed.resumed({"environment": where}, before) == whole
     for key in where:
         assert speed.resumed({"environment": {**where, key: "other"}}, before) == [], key
+
+
+def test_a_run_without_a_result_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that cannot be imported has no result; what an earlier run wrote stays."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    script, file = importlib.import_module("flex_attention_tests"), tmp_path / "tests.json"
+
+    def row(of: str, passed: int, commit: str) -> dict[str, object]:
+        return {"of": of, "on": "cuda", "passed": passed, "skipped": 0, "failed": 0, "environment": {"commit": commit}}
+
+    script.keep(file, [row("PyTorch", 5, "a"), row("attention-gym", 7, "a")])
+    script.keep(file, [row("PyTorch", 0, "b"), row("attention-gym", 9, "b")])
+    script.keep(file, [row("PyTorch", 0, "c")])
+    kept = json.loads(file.read_text())
+    assert {each["of"]: each["passed"] for each in kept["rows"]} == {"PyTorch": 5, "attention-gym": 9}
+    assert kept["environment"] == {"commit": "b"}

@@ -151,8 +151,5 @@ def test_a_table_names_the_commit_of_its_part(script: ModuleType) -> None:
     tables = importlib.import_module("two_gpus_tables")
     results = {"speed": {}, "step": {"environment": {"commit": "earlier"}}, "bench": {}}
     result = {"environment": {"commit": "now"}, "results": results}
-    assert [tables.environment_of(result, view)["commit"] for view in ("", "step", "model")] == [
-        "now",
-        "earlier",
-        "now",
-    ]
+    commits = [tables.environment_of(result, view)["commit"] for view in ("", "step", "model")]
+    assert commits == ["now", "earlier", "now"]

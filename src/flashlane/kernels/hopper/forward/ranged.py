@@ -12,16 +12,21 @@ from flashlane.core.ranges import LINK_RATE, OWN, Arriving, Range, RangedRepeat,
 from flashlane.jit import launch, tensormap
 from flashlane.jit.launch_pool import LaunchPlan
 from flashlane.kernels import makespan
+from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import cost, select
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import FIELDS, HopperParams, PreparedForward, key_map
-from flashlane.kernels.hopper.forward.tile_scheduler import ALONE, heads_of_group
+from flashlane.kernels.hopper.forward.tile_scheduler import ALONE, ceil_div, heads_of_group
 
 NANOSECONDS = 1_000_000_000
 _MAP = ctypes.c_ubyte * tensormap.MAP_BYTES
 OWN_MAPS = ("own_k", "own_v")
 MOST_DIVIDED = 16
 """The most ranges of a launch that are divided so that their last tiles are full: each becomes two sequences."""
+PACKED_TILE = 3.0
+"""Microseconds by which a tile of a whole group takes longer than one of a head with as many blocks: it loads Q and
+stores the output as rows of several heads. Three problems of two ranks, timed both ways, gave 1.9, 3.0 and 3.1
+(docs/notebook/0047-groups-in-tiles-of-ranks.md)."""
 
 
 class _Plain(ctypes.Structure):
@@ -208,18 +213,27 @@ def fastest(
         ranges: those with most work first.
         config: the configuration of the problem.
     """
-    found = []
-    divided = config.pack_gqa == 1 and len(ranges.sequences) <= MOST_DIVIDED
-    for heads, rows in dict.fromkeys((ALONE, heads_of_group(problem, config.block_m))) if divided else ():
-        packed = replace(config, packed_heads=heads, pack_gqa=rows)
-        some = tiles_end_with_rows(ranges, config.block_m // rows)
-        some = own_keys_first(problem, some, packed)
-        found.append((packed, replace(problem, batch=len(some.sequences)), some))
+    options = [(config, problem, ranges)]
+    if config.pack_gqa == 1 and len(ranges.sequences) <= MOST_DIVIDED:
+        packs = dict.fromkeys((ALONE, heads_of_group(problem, config.block_m)))
+        options = [_divided(problem, ranges, replace(config, packed_heads=p.heads, pack_gqa=p.rows)) for p in packs]
     timed = []
-    for each, whole, some in found or [(config, problem, ranges)]:
-        size, time = select.section_of_ranges(as_problems(whole, some), each)
+    for each, whole, some in options:
+        parts = as_problems(whole, some)
+        size, time = select.section_of_ranges(parts, each)
+        if each.pack_gqa > 1:
+            tiles = sum(ceil_div(part.seqlen_q * each.pack_gqa, each.block_m) for part in parts)
+            time += PACKED_TILE * tiles * (problem.heads // each.packed_heads) / SMS
         timed.append((time, (replace(each, heads_per_section=size), whole, some)))
     return min(timed, key=lambda entry: entry[0])[1]
+
+
+def _divided(
+    problem: AttentionProblem, ranges: Ranges, config: HopperConfig
+) -> tuple[HopperConfig, AttentionProblem, Ranges]:
+    """A configuration with the ranges as its tiles divide them, and their problem."""
+    some = own_keys_first(problem, tiles_end_with_rows(ranges, config.block_m // config.pack_gqa), config)
+    return config, replace(problem, batch=len(some.sequences)), some
 
 
 def as_problems(problem: AttentionProblem, ranges: Ranges) -> list[AttentionProblem]:
