@@ -359,6 +359,31 @@ def test_splits_are_combined_alike_in_the_kernel_and_after_it(sizes: tuple[int, 
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize(
+    ("sizes", "asked"),
+    [
+        ((2, 21, 21, 645, 10998, 128, 128), {"causal": True}),
+        ((1, 12, 12, 1400, 6400, 248, 248), {}),
+        ((1, 24, 12, 1059, 5007, 96, 96), {"causal": True, "softcap": 20.0}),
+    ],
+)
+def test_tiles_that_fill_the_sms_have_splits_in_any_order_of_tiles(
+    sizes: tuple[int, ...], asked: dict[str, object]
+) -> None:
+    """With sinks; each order of tiles has the same bits, and a launch without splits is as right."""
+    problem, inputs = dense(sizes, torch.bfloat16, sinks=True, **asked)
+    whole = replace(KERNEL.config(problem), split=False, kv_splits=0, combine_in_kernel=False)
+    assert_right(problem, inputs, *run(problem, inputs, whole))
+    for splits in (2, 3, 5):
+        parts = replace(whole, split=True, kv_splits=splits)
+        found = run(problem, inputs, parts)
+        assert_right(problem, inputs, *found)
+        for section in (1, 4, 6) if problem.has_right_only else ():
+            assert_alike(found, run(problem, inputs, replace(parts, heads_per_section=section * problem.group)))
+
+
+@pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize("seed", range(0, SEEDS, 2))
 def test_pages_come_alike_by_tma_and_by_cp_async(seed: int) -> None:
     problem, inputs = draw("pages", seed)

@@ -84,6 +84,58 @@ def test_splits_pay_for_their_partial_results() -> None:
     assert 6 <= select.splits_of(problem, select.config_for(problem)) <= 8
 
 
+ONE_TO_THREE_WAVES = [
+    (2, 21, 645, 10998, 128, True, (3, 3)),
+    (1, 30, 1400, 18400, 248, False, (2, 2)),
+    (1, 22, 1055, 36241, 208, False, (2, 2)),
+    (3, 25, 200, 10181, 240, False, (3, 5)),
+]
+"""Batch, heads, queries, keys, head dim, whether causal, and the splits that are predicted to be fastest."""
+
+
+@pytest.mark.parametrize("sizes", ONE_TO_THREE_WAVES)
+def test_keys_are_split_where_the_last_of_few_waves_is_not_full(sizes: tuple[int, ...]) -> None:
+    batch, heads, queries, keys, head_dim, causal, (least, most) = sizes
+    problem = problem_of(
+        queries, keys, batch=batch, heads=heads, kv_heads=heads, head_dim=head_dim, head_dim_v=head_dim,
+        window_right=-(not causal), dtype=torch.bfloat16,
+    )  # fmt: skip
+    config = select.config_for(problem)
+    ranked = select.ranked(problem)
+    whole = next(us for other, us in ranked if not other.split)
+    assert config == ranked[0][0] and ranked[0][1] < 0.95 * whole
+    assert config.split and least <= config.kv_splits <= most and config.cluster == 1
+    assert select.splits_of(problem, config) == config.kv_splits and not config.combine_in_kernel
+    assert select.specialise(config, problem) == config
+    # Equal waves are not split, nor are more than three, nor what has other lengths or asks for one split.
+    assert not select.config_for(replace(problem, batch=16 * batch)).split
+    for changes in ({"varlen": True}, {"num_splits": 1}, {"seqused_k": True}, {"window_left": 5000}):
+        assert not select.config_for(replace(problem, **changes)).split, changes
+
+
+def test_two_full_waves_are_not_split() -> None:
+    problem = problem_of(128, 20000, heads=264, kv_heads=264, head_dim=256, head_dim_v=256, dtype=torch.bfloat16)
+    assert not select.config_for(problem).split
+
+
+def test_numbers_of_splits_that_are_compared() -> None:
+    assert list(tile_scheduler.split_counts(tiles=168, blocks=80)) == [2, 3, 4, 5, 6]
+    assert list(tile_scheduler.split_counts(tiles=60, blocks=80)) == [2, 3, 4]
+    for tiles, blocks in ((168, 11), (397, 80), (0, 80)):
+        assert not tile_scheduler.split_counts(tiles, blocks)
+
+
+def test_a_configuration_without_splits_is_not_split() -> None:
+    """The tuner's choice stays what was timed, and one with splits that names no number gets the predicted one."""
+    problem = problem_of(645, 10998, batch=2, heads=21, kv_heads=21, head_dim=128, head_dim_v=128, window_right=0)
+    config = select.config_for(problem)
+    whole = replace(config, split=False, kv_splits=0)
+    assert select.specialise(whole, problem) == whole and select.splits_of(problem, whole) == 1
+    assert select.splits_of(problem, replace(config, kv_splits=0)) == config.kv_splits
+    assert select.splits_of(problem, replace(config, kv_splits=2)) == 2
+    assert select.splits_full_waves(problem, config) and not select.splits_full_waves(problem, whole)
+
+
 def test_splits_of_few_rows_fill_the_last_wave() -> None:
     """184 tiles are a wave and a half of 132 SMs; 396 are three."""
     for batch, heads, keys, splits in ((23, 48, 12102, True), (33, 60, 3300, False)):

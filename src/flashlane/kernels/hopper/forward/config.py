@@ -114,6 +114,8 @@ class HopperConfig:
     """Blocks without a mask take no row maximum: sums of exponentials show where an old one is too small."""
     heads_per_section: int = 0
     """Tile heads of a section of the L2 head swizzle, an argument of the launch; 0 is what ``tile_scheduler`` gives."""
+    kv_splits: int = 0
+    """Splits of a tile's keys where ``split``, an argument of the launch; 0 is what ``select.splits_of`` gives."""
 
     @property
     def cta_rows(self) -> int:
@@ -169,7 +171,7 @@ class HopperConfig:
     @property
     def partial(self) -> HopperConfig:
         """The configuration whose output is f32, as that of a split of the keys; clusters have none."""
-        return replace(self, split=True, combine_in_kernel=False, cluster=1)
+        return replace(self, split=True, combine_in_kernel=False, cluster=1, kv_splits=0)
 
     def constants(self) -> tuple[tuple[str, int | bool | str], ...]:
         """Name and value of each constant of ``config.cuh``."""

@@ -130,12 +130,16 @@ class Launch:
         problem: the problem; packed sequences count as if all were as long as the longest, without a last wave.
         config: the configuration.
         splits: parts of a tile's n-blocks.
+        blocks: what :func:`blocks_of` gives, where it is known.
     """
 
-    def __init__(self, problem: AttentionProblem, config: HopperConfig, splits: int) -> None:
+    def __init__(
+        self, problem: AttentionProblem, config: HopperConfig, splits: int, blocks: TileBlocks | None = None
+    ) -> None:
         self.problem, self.config, self.splits = problem, config, splits
         self.one, self.traffic = coefficients_of(config), coefficients()[1]
-        self.costs = blocks_of(problem, config).costs(self.one, splits)
+        self.blocks = blocks_of(problem, config) if blocks is None else blocks
+        self.costs = self.blocks.costs(self.one, splits)
         self.heads = problem.heads // config.packed_heads * problem.batch * config.v_slices
         self.workers = SMS // config.cluster
         evenly = sum(self.costs) * self.heads / self.workers
@@ -150,11 +154,9 @@ class Launch:
         """
         if self.problem.varlen:
             return self.least(heads_per_section)
-        if self.splits > 1:
-            return self._combining() + makespan(self.costs, [self.heads * self.splits], self.workers)
         section = min(self.heads, heads_per_section)
-        time = busy(self.costs, self.heads, section, self.workers) * self.power
-        return self.traffic.launch + time * self._slowdown(section)
+        time = busy(self.costs, self.heads * self.splits, section * self.splits, self.workers) * self.power
+        return self._launches(self.splits) + time * self._slowdown(section)
 
     def least(self, heads_per_section: int) -> float:
         """Microseconds that :meth:`predicted` is not below, without the simulation."""
@@ -162,18 +164,23 @@ class Launch:
             return self.traffic.launch + sum(self.costs) * self.heads / self.workers
         if self._least is None:
             self._least = least_makespan(self.costs, self.heads * self.splits, self.workers)
-        if self.splits > 1:
-            return self._combining() + self._least
-        return self.traffic.launch + self._least * self.power * self._slowdown(min(self.heads, heads_per_section))
+        slower = self.power * self._slowdown(min(self.heads, heads_per_section))
+        return self._launches(self.splits) + self._least * slower
 
-    def _combining(self) -> float:
-        """Microseconds of both launches where keys are split, without tiles, and of the partial results."""
+    def least_of_splits(self, splits: int) -> float:
+        """Microseconds that a launch with so many splits does not take less than, from this one without splits."""
+        return self._launches(splits) + least_makespan(self.costs, self.heads, self.workers)
+
+    def _launches(self, splits: int) -> float:
+        """Microseconds without tiles: of a launch, or where keys are split of two and of the partial results."""
+        if splits == 1:
+            return self.traffic.launch
         rows = self.problem.batch * self.problem.heads * self.problem.seqlen_q
-        partial = 4 * self.splits * rows * self.problem.head_dim_v
+        partial = 4 * splits * rows * self.problem.head_dim_v
         return 2 * self.traffic.launch + 2 * partial / PARTIAL_RATE
 
     def _slowdown(self, section: int) -> float:
-        return slowdown(self.problem, self.config, section, self.costs, self.one.block, self.traffic)
+        return slowdown(self.problem, self.config, section, self.costs, self.one.block, self.traffic, self.splits)
 
 
 LONE_TILE = 0.65
@@ -229,6 +236,7 @@ def slowdown(
     costs: Sequence[float],
     block: float,
     traffic: Traffic,
+    splits: int = 1,
 ) -> float:
     """How many times longer tiles take, since those that run at once share the L2 cache and device memory.
 
@@ -239,11 +247,12 @@ def slowdown(
         costs: of a head's tiles, the longest first.
         block: microseconds of an n-block.
         traffic: the coefficients.
+        splits: of a tile's keys, which run at once and read different keys.
     """
     workers = SMS // config.cluster
     sharing = max(1, problem.group // config.packed_heads)
-    fewest = max(1.0, workers / max(1, len(costs)))  # heads that have as many tiles as there are workers
-    at_once = max(fewest, min(section, workers)) if problem.has_right_only else fewest
+    fewest = max(1.0, workers / max(1, len(costs) * splits))  # heads that have as many tiles as there are workers
+    at_once = max(fewest, min(section, workers / splits)) if problem.has_right_only else fewest
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
     factor, mebibytes = 1.0, max(at_once, section) * mebibytes_of_head(problem, config)
     bandwidth = config.block_n * width / block / 1e6  # TB/s of K and V that a CTA loads
@@ -254,14 +263,14 @@ def slowdown(
         loaded, apart = max(0.0, workers * bandwidth - traffic.enough), section * mebibytes_of_head(problem, config)
         factor += traffic.unaligned * loaded * max(0.0, apart - traffic.unshared)
     if mebibytes > traffic.resident:
-        streams = max(1.0, at_once / sharing)  # of keys, each of which several tiles read
+        streams = max(1.0, at_once * splits / sharing)  # of keys, each of which several tiles read
         drifted = traffic.drift * sum(costs) / max(1, len(costs)) / block * streams * config.block_n * width / 2**20
         again = (max(1.0, workers / streams) - 1) * min(1.0, drifted / L2_MIB)
         factor += traffic.excess * max(0.0, streams * (1 + again) * bandwidth - traffic.enough)
     if not problem.has_right_only or not costs:
         return factor
     if len(costs) > 1 and mebibytes > traffic.resident and workers * bandwidth > COPY_RATE:
-        factor += ALONE_WITH_A_HEAD * max(0, min(section, workers) - FOLLOWED_HEADS)
+        factor += ALONE_WITH_A_HEAD * max(0, min(section * splits, workers) - FOLLOWED_HEADS)
     unlike = 1 - costs[-1] / costs[0]  # tiles of a section are alike where many keys come before all queries
     return factor * (
         1 + traffic.few_heads * unlike / max(1, min(section, workers)) + traffic.apart * workers * bandwidth

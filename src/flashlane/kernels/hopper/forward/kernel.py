@@ -120,7 +120,7 @@ class HopperForward(DeviceKernel):
         return sources_of(config)
 
     def shipped(self) -> Iterator[tuple[HopperConfig, tuple[str, ...]]]:
-        chosen = (replace(_config(problem), heads_per_section=0) for problem in shipped_problems())
+        chosen = (replace(_config(problem), heads_per_section=0, kv_splits=0) for problem in shipped_problems())
         for config in dict.fromkeys((*chosen, *_shapes_that_lengths_choose())):
             yield config, (ARCH,)
 
@@ -173,6 +173,8 @@ class HopperForward(DeviceKernel):
         from flashlane.kernels.hopper.forward import ranged
 
         dense = ranged.as_dense(problem, ranges, inputs, arriving)
+        if dense is not None and ranges.chunks and select.splits_full_waves(dense, _config(dense)):
+            dense = replace(dense, num_splits=1)  # the first and the last keys would be waited for at once
         if dense is not None and _config(dense).cluster == 1:  # clusters would wait for keys together
             problem = dense
         config = _config(problem)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 from flashlane.core.problem import MAX_SPLITS, AttentionProblem
@@ -48,39 +49,60 @@ def config_for(problem: AttentionProblem) -> HopperConfig:
 
     What cannot be the fastest, were its tiles spread evenly, is not simulated.
     """
-    launches, candidates = _launches(problem), []
-    compared = KEPT if problem.has_right_only else 1
-    if len(launches) == compared == 1:
+    launches = _launches(problem)
+    counts = _split_counts(problem, launches)
+    if len(launches) == 1 and not problem.has_right_only and not counts[0]:
         return launches[0].config
-    sizes = [_one_section(problem, launch.config) for launch in launches]
+    best = _fastest(launches)
+    splits = _with_splits(launches, counts, best[0])
+    return _ordered(*min(best, _fastest(splits), key=_time_of)[1:] if splits else best[1:])
+
+
+Order = tuple[float, cost.Launch, int]
+"""Microseconds of a launch with so many heads a section."""
+
+
+def _time_of(order: Order) -> float:
+    return order[0]
+
+
+def _fastest(launches: Sequence[cost.Launch]) -> Order:
+    """The fastest of some launches: of those that are fastest in their first order, every order is looked at."""
+    compared = KEPT if launches[0].problem.has_right_only else 1
+    sizes = [_first_section(launch) for launch in launches]
     least = [launch.least(size) for launch, size in zip(launches, sizes, strict=True)]
+    candidates: list[tuple[float, int]] = []
     for i in sorted(range(len(launches)), key=least.__getitem__):
         if len(candidates) == compared and least[i] * CLOSE > candidates[-1][0]:
             break
         candidates = sorted([*candidates, (launches[i].predicted(sizes[i]), i)])[:compared]
-    best, chosen, size = candidates[0][0], launches[candidates[0][1]], sizes[candidates[0][1]]
+    best, first = candidates[0]
+    chosen, size = launches[first], sizes[first]
     for _, i in candidates:
-        for other in _orders(problem, launches[i]):
+        for other in _orders(launches[i]):
             if launches[i].least(other) * CLOSE <= best and (time := launches[i].predicted(other)) < best:
                 best, chosen, size = time, launches[i], other
-    return _ordered(chosen, size)
+    return best, chosen, size
 
 
 def ranked(problem: AttentionProblem) -> list[tuple[HopperConfig, float]]:
     """The configurations that a problem may get, with predicted microseconds; the fastest first."""
-    times = []
-    for launch in _launches(problem):
-        size = _one_section(problem, launch.config)
-        times.append((launch.predicted(size), launch, size))
-    times.sort(key=lambda entry: entry[0])
-    # The other orders of tiles, of the shapes that are fastest in one section.
-    kept = [launch for _, launch, _ in times[:KEPT]]
-    times += [(launch.predicted(size), launch, size) for launch in kept for size in _orders(problem, launch)]
-    return [(_ordered(launch, size), time) for time, launch, size in sorted(times, key=lambda entry: entry[0])]
+    launches = _launches(problem)
+    times = _all_orders(launches)
+    times += _all_orders(_with_splits(launches, _split_counts(problem, launches), min(times, key=_time_of)[0]))
+    return [(_ordered(launch, size), time) for time, launch, size in sorted(times, key=_time_of)]
+
+
+def _all_orders(launches: Sequence[cost.Launch]) -> list[Order]:
+    """Each launch in its first order, and those that are fastest in it in every other one."""
+    first = [(launch.predicted(size), launch, size) for launch in launches for size in [_first_section(launch)]]
+    first.sort(key=_time_of)
+    kept = [launch for _, launch, _ in first[:KEPT]]
+    return first + [(launch.predicted(size), launch, size) for launch in kept for size in _orders(launch)]
 
 
 def _launches(problem: AttentionProblem) -> list[cost.Launch]:
-    """One for each shape that a problem may get.
+    """One for each shape that a problem may get, without splits where it is predicted whether they pay.
 
     Under a causal mask CTAs of a cluster wait for each other at the ends of their rows, and none was the fastest of 33
     problems (benchmarks/archive/forward_orders.json).
@@ -97,21 +119,67 @@ def _launches(problem: AttentionProblem) -> list[cost.Launch]:
     return [cost.Launch(problem, config, splits_of(problem, config) if config.split else 1) for config in found]
 
 
-def _one_section(problem: AttentionProblem, config: HopperConfig) -> int:
-    """Heads of a section where there is one, or 1 where the order of tiles does not matter."""
-    return tile_scheduler.heads_per_section(problem, config.packed_heads)
+def _split_counts(problem: AttentionProblem, launches: Sequence[cost.Launch]) -> list[range]:
+    """For each launch the numbers of splits that it is compared with."""
+    if not splits_are_predicted(problem):
+        return [range(0)] * len(launches)
+    return [_counts_of(launch) for launch in launches]
 
 
-def _orders(problem: AttentionProblem, launch: cost.Launch) -> list[int]:
-    """The orders of tiles of a launch besides that of one section, as heads of a section."""
-    if launch.config.split or not problem.has_right_only:
+def _counts_of(launch: cost.Launch) -> range:
+    """The numbers of splits that a launch without splits is compared with.
+
+    CTAs of a cluster are not split, nor are windows of which tiles fill the SMs: these were not timed.
+    """
+    tiles = launch.heads * len(launch.costs)
+    if launch.config.cluster > 1 or (launch.problem.window_left >= 0 and tile_scheduler.fills(tiles)):
+        return range(0)
+    return tile_scheduler.split_counts(tiles, int(launch.blocks.blocks.max(initial=0)))
+
+
+def _with_splits(
+    launches: Sequence[cost.Launch], counts: Sequence[Iterable[int]], limit: float = math.inf
+) -> list[cost.Launch]:
+    """The same launches with splits of their keys, where they might take no more than so many microseconds."""
+    found = []
+    for launch, numbers in zip(launches, counts, strict=True):
+        able = [n for n in numbers if launch.least_of_splits(n) * CLOSE <= limit]
+        if able:
+            config, problem = launch.config, launch.problem
+            in_kernel = tile_scheduler.combines_in_kernel(min(problem.seqlen_q * config.pack_gqa, config.block_m))
+            config = replace(config, split=True, combine_in_kernel=in_kernel)
+            found += [cost.Launch(problem, config, n, launch.blocks) for n in able]
+    return found
+
+
+def _first_section(launch: cost.Launch) -> int:
+    """Heads of a section in whose order launches are compared first; 1 where the order of tiles does not matter.
+
+    All heads are in one section. Where splits are predicted, all numbers of them are compared in few heads a section,
+    whose splits read the same keys at about the same time.
+    """
+    heads = tile_scheduler.heads_per_section(launch.problem, launch.config.packed_heads)
+    if heads == 1 or launch.splits == 1 or not splits_are_predicted(launch.problem):
+        return heads
+    sharing = max(1, launch.problem.group // launch.config.packed_heads)
+    return makespan.section_sizes(heads, sharing, SHARED_HEADS[:1])[-1]
+
+
+def _orders(launch: cost.Launch) -> list[int]:
+    """The orders of tiles of a launch besides the first one, as heads of a section."""
+    problem = launch.problem
+    if not problem.has_right_only or (launch.config.split and not splits_are_predicted(problem)):
         return []
-    return section_sizes(problem, launch.config)[1:]
+    first = _first_section(launch)
+    return [size for size in section_sizes(problem, launch.config) if size != first]
 
 
 def _ordered(launch: cost.Launch, size: int) -> HopperConfig:
-    """A launch's configuration with an order of its tiles, which it names only where it matters."""
-    return replace(launch.config, heads_per_section=size) if launch.problem.has_right_only else launch.config
+    """A launch's configuration with its predicted splits, and with an order of its tiles where that matters."""
+    config, problem = launch.config, launch.problem
+    if config.split and splits_are_predicted(problem):
+        config = replace(config, kv_splits=launch.splits)
+    return replace(config, heads_per_section=size) if problem.has_right_only else config
 
 
 def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
@@ -217,7 +285,8 @@ def _must_gather(problem: AttentionProblem) -> bool:
 def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
     """A configuration's tile with what a problem needs switched on, and no more.
 
-    ``cluster``, ``gather`` and ``combine_in_kernel`` stay where they are possible.
+    ``cluster``, ``gather`` and ``combine_in_kernel`` stay where they are possible, and so does ``split`` where it is
+    predicted whether splits pay.
     """
     seqlen = SeqlenConfig.of(problem)
     gather = seqlen.paged and (config.gather or _must_gather(problem))
@@ -235,6 +304,7 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
         gather=gather,
         cluster=1 if alone else config.cluster,
         split=split,
+        kv_splits=config.kv_splits if split and splits_are_predicted(problem) else 0,
         combine_in_kernel=split and config.combine_in_kernel,
         deferred_max=config.deferred_max
         and config.one_barrier
@@ -243,19 +313,36 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
     )
 
 
+def splits_are_predicted(problem: AttentionProblem) -> bool:
+    """Whether launches with splits and without are candidates of which the faster one is chosen.
+
+    So it is of dense tensors. Few rows have a formula of their own, and packed sequences have no splits.
+    """
+    if problem.varlen or problem.num_splits or not SeqlenConfig.of(problem).dense:
+        return False
+    return not has_few_rows(problem)
+
+
+def splits_full_waves(problem: AttentionProblem, config: HopperConfig) -> bool:
+    """Whether a configuration has splits, although the tiles of dense tensors fill the SMs without."""
+    launch = cost.Launch(problem, config, 1)
+    return config.split and tile_scheduler.fills(launch.heads * len(launch.costs))
+
+
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
     """Parts that a problem's keys are split into, of whole n-blocks: ``num_splits``, or as many as fill the SMs.
 
     Few rows read K and V as fast as memory delivers: the number of splits is then that of the least predicted time,
-    unless sequences may be shorter. Of other dense tensors it is, too, where splits may pay: their partial results are
-    written and read again.
+    unless sequences may be shorter. Of other dense tensors it is, too, where the configuration has splits: their
+    partial results are written and read again.
     """
+    if splits_are_predicted(problem):
+        return _predicted_splits(problem, config) if config.split else 1
     pack, block_m, block_n = config.pack_gqa, config.block_m, config.block_n
     if problem.varlen or problem.num_splits == 1:
         return 1
     m_blocks = tile_scheduler.ceil_div(problem.seqlen_q * pack, block_m)
     work_tiles = problem.batch * problem.heads // config.packed_heads * config.v_slices * m_blocks
-    dense = SeqlenConfig.of(problem).dense
     by_memory = not problem.num_splits and has_few_rows(problem) and not split_kv.lengths_differ(problem)
     if not (problem.num_splits or by_memory) and tile_scheduler.fills(work_tiles):
         return 1
@@ -266,11 +353,17 @@ def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
         return problem.kv_splits(longest)
     if by_memory and longest:
         return split_kv.split_count(_memory_work(problem, config, work_tiles, longest), MAX_SPLITS)
-    splits = tile_scheduler.splits_of(work_tiles, longest)
-    if splits == 1 or not dense:
-        return splits
-    most = tile_scheduler.most_splits(work_tiles, longest)
-    return min(range(1, most + 1), key=lambda n: cost.Launch(problem, config, n).predicted(1))
+    return tile_scheduler.splits_of(work_tiles, longest)
+
+
+def _predicted_splits(problem: AttentionProblem, config: HopperConfig) -> int:
+    """The splits that a configuration with splits names, or those of the least predicted time; 1 where none pay."""
+    launch = cost.Launch(problem, replace(config, split=False, kv_splits=0), 1)
+    counts = _counts_of(launch)
+    if config.kv_splits in counts or not counts:
+        return config.kv_splits if counts else 1
+    launches = _with_splits([launch], [counts])
+    return min(launches, key=lambda each: each.predicted(_first_section(each))).splits
 
 
 def _memory_work(problem: AttentionProblem, config: HopperConfig, tiles: int, blocks: int) -> split_kv.Work:

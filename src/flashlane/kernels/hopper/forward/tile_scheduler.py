@@ -11,7 +11,11 @@ from flashlane.core.problem import MAX_SPLITS, AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 
 FULL_ENOUGH = 0.8
-"""Share of the SMs beyond which the keys are not split."""
+"""Share of the SMs beyond which the keys of a cache are not split."""
+MOST_WAVES = 3
+"""Waves of work tiles up to which the keys of dense tensors may be split: the last wave of more is a small share."""
+MOST_SPLITS_OF_WAVES = 6
+"""Most splits of tiles that fill the SMs: with more, the partial results take longer than the last wave."""
 NEARLY_BEST = 0.85
 MIN_BLOCKS = 2
 """Fewest n-blocks of a part."""
@@ -62,6 +66,20 @@ def fills(tiles: int, sms: int = SMS) -> bool:
 def most_splits(tiles: int, blocks: int, sms: int = SMS) -> int:
     """The most parts of the keys that are worth a look: no more than twice as many as fill the SMs."""
     return min(MAX_SPLITS, blocks // MIN_BLOCKS, max(1, 2 * sms // tiles))
+
+
+def split_counts(tiles: int, blocks: int, sms: int = SMS) -> range:
+    """Numbers of splits of dense tensors' keys whose predicted times are compared, besides one.
+
+    Args:
+        tiles: work tiles of the launch without splitting.
+        blocks: n-blocks of the longest of them.
+        sms: streaming multiprocessors.
+    """
+    if tiles == 0 or blocks < WORTH_SPLITTING or tiles > MOST_WAVES * sms:
+        return range(0)
+    most = most_splits(tiles, blocks, sms)
+    return range(2, max(most, min(MOST_SPLITS_OF_WAVES, blocks // MIN_BLOCKS) if fills(tiles, sms) else 1) + 1)
 
 
 def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
