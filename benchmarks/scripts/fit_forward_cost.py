@@ -102,9 +102,8 @@ class Row:
         costs = self.blocks.costs(Coefficients(tile, block, masked))
         heads = self.problem.heads // self.config.packed_heads * self.problem.batch * self.config.v_slices
         section = min(heads, self.config.heads_per_section or 1)
-        busy = cost.busy(costs, heads, section, SMS // self.config.cluster)
         factor = cost.slowdown(self.problem, self.config, section, costs, block, traffic)
-        return traffic.launch + busy * factor
+        return traffic.launch + cost.until_done(costs, heads, section, SMS // self.config.cluster, factor)
 
     def time_in_class(self, traffic: cost.Traffic) -> float:
         """The same with the coefficients that the package has, in proportion to the products of this head dim."""

@@ -109,7 +109,7 @@ def test_a_tile_walks_over_the_blocks_that_its_rows_see() -> None:
         config = select.config_for(p)
         pack, block_m, block_n = config.pack_gqa, config.block_m, config.block_n
         starts = reversed(range(0, p.seqlen_q * pack, block_m))
-        for row, blocks, cut in zip(starts, *cost.blocks_of(p, config), strict=True):
+        for row, blocks, cut in zip(starts, *cost.blocks_of(p, config)[:2], strict=True):
             walked = tile_scheduler.n_blocks_of(p, row, block_m, pack, block_n)
             first, last = row // pack, min((row + block_m - 1) // pack, p.seqlen_q - 1)
             right = first + p.shift + p.window_right + 1 if p.window_right >= 0 else p.seqlen_k + block_n
@@ -198,5 +198,32 @@ def test_a_split_forward_takes_two_launches_and_its_longest_split(splits: int) -
     for heads_per_section in (1, 16):
         alone = cost.LONE_TILE + (1 - cost.LONE_TILE) * 16 * splits / launch.workers  # few CTAs run at once
         memory = cost.slowdown(split, config, heads_per_section, launch.costs, launch.one.block, launch.traffic, splits)
-        expected = 2 * launch.traffic.launch + one * alone * memory + partial
+        slower = one * (memory - 1) * 16 * splits / launch.workers
+        expected = 2 * launch.traffic.launch + one * alone + slower + partial
         assert launch.predicted(heads_per_section) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("window_right", [-1, 0])
+def test_consumers_without_rows_take_no_time(window_right: int) -> None:
+    """The last tile of a head has rows for one or two of its three consumers."""
+    base = problem(batch=1, heads=1, seqlen_q=4 * 192, seqlen_k=8192, head_dim=128, head_dim_v=128)
+    base = replace(base, window_right=window_right)
+    config = next(c for c, _ in select.ranked(base) if c.block_m == 192 and not c.split)
+    full = cost.blocks_of(base, config).costs(cost.coefficients_of(config))
+    last = 0 if window_right == 0 else -1
+    times = {}
+    for rows in (1, 64, 65, 128, 129, 192):
+        shorter = replace(base, seqlen_q=3 * 192 + rows, seqlen_k=8192 - 192 + rows)
+        costs = cost.blocks_of(shorter, config).costs(cost.coefficients_of(config))
+        times[rows] = costs[last] / full[last]
+        assert len(costs) == 4 and times[rows] <= 1.0
+    assert 0.3 < times[1] < 0.5 and times[64] < 1.05 * times[1]
+    assert 0.65 < times[65] < 0.8 and times[128] < 1.05 * times[65]
+    assert times[129] > 0.95 and times[192] == pytest.approx(1.0)
+
+
+def test_tiles_are_slowed_down_as_far_as_all_workers_are_busy() -> None:
+    """A full wave takes the whole factor, and a wave of one tile next to nothing."""
+    assert cost.until_done([10.0], SMS, 1, SMS, 1.5) == pytest.approx(15.0)
+    assert cost.until_done([10.0, 9.0], 1, 1, SMS, 1.5) == pytest.approx(10.0 + 0.5 * 19.0 / SMS)
+    assert cost.until_done([10.0, 9.0], 1, 1, SMS, 1.0) == pytest.approx(10.0)

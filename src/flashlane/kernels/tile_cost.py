@@ -29,14 +29,16 @@ class TileBlocks(NamedTuple):
     """The n-blocks of each tile."""
     cut: np.ndarray
     """How many of them a mask cuts."""
+    share: np.ndarray | float = 1.0
+    """What an n-block of each tile costs over one of a tile whose rows all exist."""
 
     def costs(self, one: Coefficients, splits: int = 1) -> list[float]:
         """Microseconds of each tile, or of a part of it where the keys are split."""
-        blocks, cut = self
+        blocks, cut, share = self
         if splits > 1:
             blocks = -(-blocks // splits)
             cut = np.minimum(cut, blocks)
-        return (one.tile + one.block * blocks + one.masked * cut).tolist()
+        return (one.tile + (one.block * blocks + one.masked * cut) * share).tolist()
 
 
 def blocks_of(problem: AttentionProblem, block_m: int, block_n: int, pack: int = 1) -> TileBlocks:

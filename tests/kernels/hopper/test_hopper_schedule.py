@@ -103,7 +103,7 @@ def test_keys_are_split_where_the_last_of_few_waves_is_not_full(sizes: tuple[int
     config = select.config_for(problem)
     ranked = select.ranked(problem)
     whole = next(us for other, us in ranked if not other.split)
-    assert config == ranked[0][0] and ranked[0][1] < 0.95 * whole
+    assert config == ranked[0][0] and ranked[0][1] < 0.97 * whole
     assert config.split and least <= config.kv_splits <= most and config.cluster == 1
     assert select.splits_of(problem, config) == config.kv_splits and not config.combine_in_kernel
     assert select.specialise(config, problem) == config

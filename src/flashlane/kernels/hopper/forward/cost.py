@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import numpy as np
+
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels import tile_cost
 from flashlane.kernels.hopper.arch import L2_MIB, SMS
@@ -39,6 +41,10 @@ ALONE_WITH_A_HEAD = 0.004
 """Share of the time by which a causal launch takes longer for each further tile head of a section, where CTAs that
 share nothing would load more than device memory delivers (``COPY_RATE``): with 48 to 60 heads two CTAs read each of
 them, at different times (docs/notebook/0041-wide-sections.md)."""
+WAITING = 0.2
+"""What the consumers that have rows wait for in an n-block of a tile, in the time that all consumers compute: where
+some have none, fewer products overlap with the softmax. Of D 64 and 128 a tile of 64 rows takes half as long as one of
+192 for as many keys."""
 PARTIAL_RATE = 3.5e6
 """Bytes a microsecond in which partial results in f32 are written, and read again to combine them."""
 
@@ -119,8 +125,16 @@ def products_of(rows: int, keys: int, one: ShapeClass) -> float:
 
 
 def blocks_of(problem: AttentionProblem, config: HopperConfig) -> TileBlocks:
-    """What the tiles of a head have to walk over."""
-    return tile_cost.blocks_of(problem, config.block_m, config.block_n, config.pack_gqa)
+    """What the tiles of a head have to walk over. Consumers whose rows do not exist compute nothing."""
+    found = tile_cost.blocks_of(problem, config.block_m, config.block_n, config.pack_gqa)
+    consumers, rows = config.block_m // CONSUMER_ROWS, problem.seqlen_q * config.pack_gqa % config.block_m
+    computing = -(-rows // CONSUMER_ROWS)
+    if computing in (0, consumers):
+        return found
+    share = np.ones(len(found.blocks))
+    last = 0 if problem.window_left >= 0 or problem.window_right >= 0 else -1  # under a mask the last rows come first
+    share[last] = (computing / consumers + WAITING) / (1 + WAITING)
+    return found._replace(share=share)
 
 
 class Launch:
@@ -155,8 +169,9 @@ class Launch:
         if self.problem.varlen:
             return self.least(heads_per_section)
         section = min(self.heads, heads_per_section)
-        time = busy(self.costs, self.heads * self.splits, section * self.splits, self.workers) * self.power
-        return self._launches(self.splits) + time * self._slowdown(section)
+        heads, section = self.heads * self.splits, section * self.splits
+        time = until_done(self.costs, heads, section, self.workers, self._slowdown(section // self.splits))
+        return self._launches(self.splits) + time * self.power
 
     def least(self, heads_per_section: int) -> float:
         """Microseconds that :meth:`predicted` is not below, without the simulation."""
@@ -203,6 +218,14 @@ def busy(costs: Sequence[float], heads: int, section: int, workers: int) -> floa
         return makespan(costs, sections_of(heads, section), workers)
     rounds, more = divmod(heads * len(costs), workers)
     return costs[0] * (rounds + (more > 0) * (LONE_TILE + (1 - LONE_TILE) * more / workers))
+
+
+def until_done(costs: Sequence[float], heads: int, section: int, workers: int, slowdown: float) -> float:
+    """The same where tiles take so many times longer when all workers are busy: fewer at once share more each.
+
+    So what is added is in proportion to the tiles, whatever the launch takes: none while a worker waits for the end.
+    """
+    return busy(costs, heads, section, workers) + (slowdown - 1) * sum(costs) * heads / workers
 
 
 def rows_are_aligned(problem: AttentionProblem) -> bool:

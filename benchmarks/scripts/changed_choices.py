@@ -1,15 +1,16 @@
-"""Time forwards whose keys one source tree splits otherwise than another one: the choices of both, interleaved.
+"""Time forwards for which two source trees choose otherwise: the choices of both, interleaved.
 
-    PYTHONPATH=OLD/src python3 benchmarks/scripts/split_choices.py --choose before.json
-    PYTHONPATH=src python3 benchmarks/scripts/split_choices.py --before before.json [--dense 14] [--short 12]
-        [--rounds 7] [--seconds 190] [--out benchmarks/results]
+    PYTHONPATH=OLD/src python3 benchmarks/scripts/changed_choices.py --choose before.json
+    PYTHONPATH=src python3 benchmarks/scripts/changed_choices.py --before before.json
+        [--what splits=14,shape=14,section=8] [--rounds 7] [--seconds 190] [--out benchmarks/results]
 
 The first command writes the choices of a tree and needs no GPU. The second one compares them with those of its own tree
-and times problems where the splits differ: :data:`NAMED`, drawn dense ones of fitting seeds, and drawn ones with short
-queries and long keys. All kernels are compiled first, in threads. The results of both choices are compared with each
-other, and on some rows with a reference in f64. Besides both choices, the new one is timed with a split less and one
-more, and with the order of tiles that is predicted to be next. Writes split_choices.json after each problem, and prints
-a table at the end. Exit status 1 where a result is wrong.
+and times problems where the splits of the keys, the shape of a tile or the heads of a section differ: :data:`NAMED`,
+drawn dense ones of fitting seeds, and drawn ones with short queries and long keys. All kernels are compiled first, in
+threads. The results of both choices are compared with each other, and on some rows with a reference in f64. Where the
+new choice has splits, it is also timed with a split less and one more, and with the order of tiles that is predicted to
+be next. Writes changed_choices.json after each problem, and prints a table at the end. Exit status 1 where a result is
+wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from flashlane.kernels.hopper.forward import select
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import config_and_splits, sources_of
 
-FORMAT = "flashlane-split-choices/1"
+FORMAT = "flashlane-changed-choices/1"
 HOPPER = registry.get("hopper(wgmma+tma)")
 NAMED = (Shape(2, 21, 21, 645, 10998, 128, 128, True), Shape(1, 30, 30, 1400, 18400, 248, 248, False))
 """What docs/notebook/0045-what-memory-draws.md names."""
@@ -95,6 +96,8 @@ class Comparison:
     """A problem, and the configurations that are timed: what both trees choose, and some like the second."""
 
     kind: str
+    what: str
+    """What differs: ``splits``, ``shape`` or ``section``."""
     shape: Shape
     configs: dict[str, HopperConfig]
 
@@ -104,20 +107,27 @@ class Comparison:
 
 
 def comparisons(before: dict[str, Any], most: dict[str, int]) -> Iterator[Comparison]:
-    """The problems whose splits differ, the kinds in turn."""
-    found = [list(differing(kind, each, before))[: most.get(kind)] for kind, each in shapes().items()]
-    for row in itertools.zip_longest(*found):
+    """The problems whose choices differ, kinds and what differs in turn; so many of each."""
+    found: dict[tuple[str, str], list[Comparison]] = {}
+    for kind, each in shapes().items():
+        for one in differing(kind, each, before):
+            group = found.setdefault((kind, one.what), [])
+            if len(group) < most.get(one.what, 0):
+                group.append(one)
+    for row in itertools.zip_longest(*found.values()):
         yield from (one for one in row if one is not None)
 
 
 def differing(kind: str, some: list[Shape], before: dict[str, Any]) -> Iterator[Comparison]:
     for shape in some:
         config, splits = chosen(shape)
-        old = before[shape.title]
-        if old["splits"] == splits:
+        old, fields = before[shape.title], words_of(config)
+        if old == {"splits": splits, "config": fields}:
             continue
+        apart = {name for name in fields if old["config"][name] != fields[name]}
+        what = "splits" if old["splits"] != splits else "section" if apart == {"heads_per_section"} else "shape"
         earlier = replace(config, **old["config"], kv_splits=old["splits"] if old["splits"] > 1 else 0)
-        yield Comparison(kind, shape, {"before": earlier, "after": config, **likes(shape, config)})
+        yield Comparison(kind, what, shape, {"before": earlier, "after": config, **likes(shape, config)})
 
 
 def likes(shape: Shape, config: HopperConfig) -> dict[str, HopperConfig]:
@@ -195,7 +205,7 @@ def time_one(one: Comparison, device: torch.device, settings: Settings) -> dict[
             raise found
         us[item.tag] = {name: 1e3 * timing.median for name, timing in found.items()}
     return {
-        "kind": one.kind, "problem": asdict(one.shape), "title": one.shape.title, "errors": errors,
+        "kind": one.kind, "what": one.what, "problem": asdict(one.shape), "title": one.shape.title, "errors": errors,
         "ok": max(errors[name] for name in ("apart", "before", "after")) <= TOLERANCE and errors["lse apart"] < 1e-3,
         "configs": {name: config.describe() for name, config in one.configs.items()},
         "predicted_us": {name: predicted(problem, config) for name, config in one.configs.items()}, "us": us,
@@ -209,7 +219,7 @@ def line(row: dict[str, Any]) -> str:
         old, new = us["before"][protocol], us["after"][protocol]
         text += f"  {protocol} {old:7.1f} {new:7.1f} {new / old:5.3f}"
     more = [f"{name} {each['steady'] / us['before']['steady']:.3f}" for name, each in us.items()][2:]
-    return f"{text}  {row['configs']['after'].rpartition('kv_splits=')[2] or 1} splits; {', '.join(more)}"
+    return f"{text}  {row['what']}: {row['configs']['after']}; {', '.join(more)}"
 
 
 def main() -> int:
@@ -217,8 +227,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--choose", type=Path, help="write the choices of this tree, and time nothing")
     parser.add_argument("--before", type=Path, help="the choices of another tree")
-    parser.add_argument("--dense", type=int, default=14, help="most problems of the drawn dense ones")
-    parser.add_argument("--short", type=int, default=16, help="most problems of short queries and long keys")
+    parser.add_argument(
+        "--what", default="splits=14,shape=14,section=8", help="most problems of each kind by what differs"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-ms", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=190.0, help="begin no problem so long after the start")
@@ -230,8 +241,9 @@ def main() -> int:
     if arguments.before is None:
         parser.error("--before is missing; it must be a file that --choose wrote")
     check_writable(arguments.out)
+    most = {name: int(number) for name, _, number in (each.partition("=") for each in arguments.what.split(","))}
     before = json.loads(arguments.before.read_text())
-    compared = list(comparisons(before, {"dense": arguments.dense, "short": arguments.short}))
+    compared = list(comparisons(before, most))
     device = device_or_exit()
     configs = {(config_and_splits(c, one.problem)[0]) for one in compared for c in one.configs.values()}
     sources = dict.fromkeys(source for config in configs for source in sources_of(config))
@@ -243,7 +255,7 @@ def main() -> int:
         rounds=arguments.rounds, round_ms=arguments.round_ms, warmup_ms=4.0, max_iterations=40, preheat_ms=12.0,
         protocols=("steady", "flushed"),
     )  # fmt: skip
-    body: dict[str, Any] = {"format": FORMAT, "script": "benchmarks/scripts/split_choices.py"}
+    body: dict[str, Any] = {"format": FORMAT, "script": "benchmarks/scripts/changed_choices.py"}
     body |= {"environment": environment(device), "rounds": arguments.rounds, "rows": []}
     rows: list[dict[str, Any]] = body["rows"]
     heat(device)
@@ -253,13 +265,17 @@ def main() -> int:
                 print(f"time is up after {len(rows)} of {len(compared)} problems")
                 break
             rows.append(time_one(one, device, settings))
-            write_atomically(arguments.out / "split_choices.json", json.dumps(body, indent=1) + "\n")
+            write_atomically(arguments.out / "changed_choices.json", json.dumps(body, indent=1) + "\n")
             torch.cuda.empty_cache()
     print(*map(line, rows), sep="\n")
-    for protocol in ("steady", "flushed"):
-        ratios = [row["us"]["after"][protocol] / row["us"]["before"][protocol] for row in rows]
-        mean = math.exp(statistics.fmean(map(math.log, ratios)))
-        print(f"{protocol}: new over old {mean:.3f} in the mean, {min(ratios):.3f} to {max(ratios):.3f}")
+    for group in dict.fromkeys((row["kind"], row["what"]) for row in rows):
+        text = f"{' '.join(group):16s} new over old"
+        for protocol in ("steady", "flushed"):
+            mine = [row["us"] for row in rows if (row["kind"], row["what"]) == group]
+            ratios = [us["after"][protocol] / us["before"][protocol] for us in mine]
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            text += f"  {protocol} {mean:.3f} in the mean, {min(ratios):.3f} to {max(ratios):.3f}"
+        print(f"{text}, {len(mine)} problems")
     print(f"{time.monotonic() - began:.0f} s; wrong: {[row['title'] for row in rows if not row['ok']] or 'none'}")
     return int(not all(row["ok"] for row in rows))
 
