@@ -216,7 +216,7 @@ def test_consumers_without_rows_take_no_time(window_right: int) -> None:
         shorter = replace(base, seqlen_q=3 * 192 + rows, seqlen_k=8192 - 192 + rows)
         costs = cost.blocks_of(shorter, config).costs(cost.coefficients_of(config))
         times[rows] = costs[last] / full[last]
-        assert len(costs) == 4 and times[rows] <= 1.0
+        assert len(costs) == 4 and times[rows] < 1.02
     assert 0.3 < times[1] < 0.5 and times[64] < 1.05 * times[1]
     assert 0.65 < times[65] < 0.8 and times[128] < 1.05 * times[65]
     assert times[129] > 0.95 and times[192] == pytest.approx(1.0)
