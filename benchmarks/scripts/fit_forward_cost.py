@@ -103,7 +103,8 @@ class Row:
         heads = self.problem.heads // self.config.packed_heads * self.problem.batch * self.config.v_slices
         section = min(heads, self.config.heads_per_section or 1)
         factor = cost.slowdown(self.problem, self.config, section, costs, block, traffic)
-        return traffic.launch + cost.until_done(costs, heads, section, SMS // self.config.cluster, factor)
+        tiles = cost.until_done(costs, heads, section, SMS // self.config.cluster, factor)
+        return traffic.launch + cost.overlapped(tiles, cost.reading(self.problem, self.config, self.blocks.share))
 
     def time_in_class(self, traffic: cost.Traffic) -> float:
         """The same with the coefficients that the package has, in proportion to the products of this head dim."""

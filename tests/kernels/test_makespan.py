@@ -129,13 +129,14 @@ def test_a_wave_that_is_nearly_empty_is_seen() -> None:
 
 
 def test_tiles_of_one_length_run_in_waves_of_which_the_last_is_shorter() -> None:
-    whole = cost.busy([2.0] * 11, 12, 1, 132)
-    assert whole == 2.0 and cost.busy([2.0] * 11, 24, 1, 132) == 4.0
-    lone, half, full = (cost.busy([2.0] * tiles, 1, 1, 132) for tiles in (133, 198, 263))
-    assert lone - whole == pytest.approx(2 * cost.LONE_TILE, rel=0.01)
-    assert lone < half < full < 4.0 and half - whole == pytest.approx(1 + cost.LONE_TILE)
+    whole, two = (cost.until_done([2.0] * 11, heads, 1, 132, 1.0) for heads in (12, 24))
+    assert whole == pytest.approx(2.0) and two == pytest.approx(4.0)
+    lone, half, full = (cost.until_done([2.0] * tiles, 1, 1, 132, 1.0) for tiles in (133, 198, 263))
+    assert lone - whole == pytest.approx(2 * cost.LAST_TILES, rel=0.01)
+    assert lone < half < full < 4.0 and half - whole == pytest.approx(1 + cost.LAST_TILES)
     causal = [float(n) for n in range(11, 0, -1)]
-    assert cost.busy(causal, 24, 24, 132) == makespan(causal, [24], 132)
+    end, evenly = makespan(causal, [24], 132), 24 * sum(causal) / 132
+    assert cost.until_done(causal, 24, 24, 132, 1.0) == pytest.approx(evenly + cost.LAST_TILES * (end - evenly))
 
 
 def test_few_queries_of_many_keys_take_few_heads_at_a_time() -> None:
@@ -195,11 +196,11 @@ def test_a_split_forward_takes_two_launches_and_its_longest_split(splits: int) -
     n_blocks = -(-8192 // config.block_n)
     one = launch.one.tile + launch.one.block * -(-n_blocks // splits)
     partial = 2 * 4 * splits * 16 * 64 * split.head_dim_v / cost.PARTIAL_RATE  # written and read
+    evenly = one * 16 * splits / launch.workers  # few CTAs run at once
     for heads_per_section in (1, 16):
-        alone = cost.LONE_TILE + (1 - cost.LONE_TILE) * 16 * splits / launch.workers  # few CTAs run at once
         memory = cost.slowdown(split, config, heads_per_section, launch.costs, launch.one.block, launch.traffic, splits)
-        slower = one * (memory - 1) * 16 * splits / launch.workers
-        expected = 2 * launch.traffic.launch + one * alone + slower + partial
+        tiles = evenly * memory + cost.LAST_TILES * (one - evenly)
+        expected = 2 * launch.traffic.launch + cost.overlapped(tiles, cost.reading(split, config, 1.0)) + partial
         assert launch.predicted(heads_per_section) == pytest.approx(expected, rel=0.02)
 
 
@@ -217,13 +218,30 @@ def test_consumers_without_rows_take_no_time(window_right: int) -> None:
         costs = cost.blocks_of(shorter, config).costs(cost.coefficients_of(config))
         times[rows] = costs[last] / full[last]
         assert len(costs) == 4 and times[rows] < 1.02
-    assert 0.3 < times[1] < 0.5 and times[64] < 1.05 * times[1]
-    assert 0.65 < times[65] < 0.8 and times[128] < 1.05 * times[65]
+    assert 0.5 < times[1] < 0.6 and times[64] < 1.05 * times[1]
+    assert 0.7 < times[65] < 0.85 and times[128] < 1.05 * times[65]
     assert times[129] > 0.95 and times[192] == pytest.approx(1.0)
 
 
 def test_tiles_are_slowed_down_as_far_as_all_workers_are_busy() -> None:
     """A full wave takes the whole factor, and a wave of one tile next to nothing."""
     assert cost.until_done([10.0], SMS, 1, SMS, 1.5) == pytest.approx(15.0)
-    assert cost.until_done([10.0, 9.0], 1, 1, SMS, 1.5) == pytest.approx(10.0 + 0.5 * 19.0 / SMS)
-    assert cost.until_done([10.0, 9.0], 1, 1, SMS, 1.0) == pytest.approx(10.0)
+    one = cost.until_done([10.0], 1, 1, SMS, 1.0)
+    assert one == pytest.approx(10.0 * cost.LAST_TILES, rel=0.01)
+    assert cost.until_done([10.0], 1, 1, SMS, 1.5) - one == pytest.approx(0.5 * 10.0 / SMS)
+
+
+def test_keys_that_outgrow_the_cache_are_read_once_for_each_pace_of_a_heads_tiles() -> None:
+    base = problem(batch=4, heads=8, seqlen_q=384, seqlen_k=16384, head_dim=128, head_dim_v=128)
+    config = next(c for c, _ in select.ranked(base) if c.block_m == 192 and not c.split)
+    megabytes = 4 * 8 * 16384 * 2 * 128 * 2 / 1e6
+    once = cost.Launch(base, config, 1)
+    assert cost.reading(base, config, once.blocks.share) == pytest.approx(megabytes / cost.copy_rate(base.arch))
+    ragged = replace(base, seqlen_q=300)
+    again = cost.Launch(ragged, config, 1)
+    assert cost.reading(ragged, config, again.blocks.share) == pytest.approx(2 * megabytes / cost.copy_rate(base.arch))
+    assert cost.reading(replace(base, seqlen_k=1024), config, 1.0) == 0.0
+    window = replace(base, window_left=8000, window_right=0)
+    assert cost.reading(window, config, 1.0) == pytest.approx(megabytes / 16384 * 8384 / cost.copy_rate(base.arch))
+    assert once.predicted(1) > cost.until_done(once.costs, 32, 1, SMS, 1.0)
+    assert cost.overlapped(3.0, 3.0) == pytest.approx(3.0 * 2**0.25) and cost.overlapped(3.0, 0.0) == 3.0

@@ -21,7 +21,7 @@ from flashlane.kernels.hopper.arch import L2_MIB, SMS
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
-from flashlane.kernels.memory_rate import COPY_RATE, SECTOR
+from flashlane.kernels.memory_rate import COPY_RATE, SECTOR, copy_rate
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 MATRIX_TFLOPS = 620.0
@@ -41,9 +41,9 @@ ALONE_WITH_A_HEAD = 0.004
 """Share of the time by which a causal launch takes longer for each further tile head of a section, where CTAs that
 share nothing would load more than device memory delivers (``COPY_RATE``): with 48 to 60 heads two CTAs read each of
 them, at different times (docs/notebook/0041-wide-sections.md)."""
-WAITING = 0.2
-"""What the consumers that have rows wait for in an n-block of a tile, in the time that all consumers compute: where
-some have none, fewer products overlap with the softmax. Of D 64 and 128 a tile of 64 rows takes half as long as one of
+WAITING = 0.5
+"""What the consumers that have rows wait for in an n-block, over what all consumers of a tile compute in it: where some
+have no rows, fewer products overlap with the softmax. Of D 64 and 128 a tile of 64 rows takes half as long as one of
 192 for as many keys."""
 PARTIAL_RATE = 3.5e6
 """Bytes a microsecond in which partial results in f32 are written, and read again to combine them."""
@@ -159,6 +159,7 @@ class Launch:
         evenly = sum(self.costs) * self.heads / self.workers
         self.power = LONG_IN_CLUSTERS if config.cluster > 1 and evenly >= LONG_US else 1.0
         self._least: float | None = None
+        self._reading = reading(problem, config, self.blocks.share)
 
     def predicted(self, heads_per_section: int) -> float:
         """Microseconds of the launch, and of combining its parts.
@@ -171,7 +172,7 @@ class Launch:
         section = min(self.heads, heads_per_section)
         heads, section = self.heads * self.splits, section * self.splits
         time = until_done(self.costs, heads, section, self.workers, self._slowdown(section // self.splits))
-        return self._launches(self.splits) + time * self.power
+        return self._launches(self.splits) + overlapped(time * self.power, self._reading)
 
     def least(self, heads_per_section: int) -> float:
         """Microseconds that :meth:`predicted` is not below, without the simulation."""
@@ -198,34 +199,55 @@ class Launch:
         return slowdown(self.problem, self.config, section, self.costs, self.one.block, self.traffic, self.splits)
 
 
-LONE_TILE = 0.65
-"""The time of a tile of the last wave over that of others, when hardly any other tile runs: fewer tiles then share the
-L2 cache and the power. It was 0.5 to 0.6 when 12 tiles were left for 132 SMs, and 0.8 to 1 when 24 to 36 were left."""
+LAST_TILES = 0.8
+"""The time that the end of a launch takes, when workers wait for the last tiles, over what those tiles take when all
+workers are busy: fewer then share the L2 cache and the power. Tiles of the last wave took 0.5 to 0.6 of the time of
+others when 12 were left for 132 SMs, and 0.8 to 1 when 24 to 36 were left."""
+OVERLAP = 4
+"""Exponent in which the time of the tiles and that of reading K and V add up: nearly the longer one."""
 
 
-def busy(costs: Sequence[float], heads: int, section: int, workers: int) -> float:
+def until_done(costs: Sequence[float], heads: int, section: int, workers: int, slowdown: float) -> float:
     """Microseconds until the last tile of a launch is done.
-
-    Tiles of one length stay in step, wave after wave; others are simulated.
 
     Args:
         costs: of a head's tiles, in the order in which they are taken.
         heads: tile heads of the launch.
         section: those of a section.
         workers: CTAs or clusters that run at once.
+        slowdown: how many times longer tiles take while all workers are busy.
     """
+    evenly = sum(costs) * heads / workers
     if not costs or min(costs) < max(costs):
-        return makespan(costs, sections_of(heads, section), workers)
-    rounds, more = divmod(heads * len(costs), workers)
-    return costs[0] * (rounds + (more > 0) * (LONE_TILE + (1 - LONE_TILE) * more / workers))
+        end = makespan(costs, sections_of(heads, section), workers)
+    else:
+        end = costs[0] * -(-heads * len(costs) // workers)
+    return evenly * slowdown + LAST_TILES * max(0.0, end - evenly)
 
 
-def until_done(costs: Sequence[float], heads: int, section: int, workers: int, slowdown: float) -> float:
-    """The same where tiles take so many times longer when all workers are busy: fewer at once share more each.
+def reading(problem: AttentionProblem, config: HopperConfig, shares: np.ndarray | float) -> float:
+    """Microseconds in which device memory delivers K and V, where the L2 cache does not hold them.
 
-    So what is added is in proportion to the tiles, whatever the launch takes: none while a worker waits for the end.
+    Tiles of a head that walk over its keys at one pace read them once; one that has fewer consumers is faster than the
+    others, and reads them again.
+
+    Args:
+        problem, config: as :func:`slowdown` has them.
+        shares: of the tiles of a head, :attr:`TileBlocks.share`.
     """
-    return busy(costs, heads, section, workers) + (slowdown - 1) * sum(costs) * heads / workers
+    width, keys = (problem.head_dim + config.columns_v) * problem.dtype.itemsize, problem.seqlen_k
+    if problem.window_left >= 0:
+        keys = min(keys, problem.seqlen_q + problem.window_left + max(0, problem.window_right))
+    megabytes = problem.batch * problem.kv_heads * keys * width / 1e6
+    if megabytes <= L2_MIB:
+        return 0.0
+    paces = 1 if np.ndim(shares) == 0 else len(np.unique(shares))
+    return paces * megabytes / copy_rate(problem.arch)
+
+
+def overlapped(tiles: float, reading: float) -> float:
+    """Microseconds of tiles that take so long for themselves, and wait for what device memory delivers in so long."""
+    return (tiles**OVERLAP + reading**OVERLAP) ** (1 / OVERLAP) if reading else tiles
 
 
 def rows_are_aligned(problem: AttentionProblem) -> bool:
