@@ -125,10 +125,13 @@ def products_of(rows: int, keys: int, one: ShapeClass) -> float:
 
 
 def blocks_of(problem: AttentionProblem, config: HopperConfig) -> TileBlocks:
-    """What the tiles of a head have to walk over. Consumers whose rows do not exist compute nothing."""
+    """What the tiles of a head have to walk over. Consumers whose rows do not exist compute nothing.
+
+    CTAs of a cluster wait for each other, and its first one has the most rows.
+    """
     found = tile_cost.blocks_of(problem, config.block_m, config.block_n, config.pack_gqa)
-    consumers, rows = config.block_m // CONSUMER_ROWS, problem.seqlen_q * config.pack_gqa % config.block_m
-    computing = -(-rows // CONSUMER_ROWS)
+    consumers, rows = config.consumers, problem.seqlen_q * config.pack_gqa % config.block_m
+    computing = min(consumers, -(-rows // CONSUMER_ROWS))
     if computing in (0, consumers):
         return found
     share = np.ones(len(found.blocks))
