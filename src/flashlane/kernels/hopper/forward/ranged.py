@@ -23,10 +23,10 @@ _MAP = ctypes.c_ubyte * tensormap.MAP_BYTES
 OWN_MAPS = ("own_k", "own_v")
 MOST_DIVIDED = 16
 """The most ranges of a launch that are divided so that their last tiles are full: each becomes two sequences."""
-PACKED_TILE = 3.0
+PACKED_TILE = 1.7
 """Microseconds by which a tile of a whole group takes longer than one of a head with as many blocks: it loads Q and
-stores the output as rows of several heads. Three problems of two ranks, timed both ways, gave 1.9, 3.0 and 3.1
-(docs/notebook/0047-groups-in-tiles-of-ranks.md)."""
+stores the output as rows of several heads. Three problems of two ranks, timed both ways, gave 1.2, 1.8 and 2.1
+(docs/notebook/0050-the-end-of-a-launch.md)."""
 
 
 class _Plain(ctypes.Structure):
