@@ -99,7 +99,7 @@ class Row:
     def time(self, values: np.ndarray, traffic: cost.Traffic) -> float:
         """Predicted microseconds, with coefficients in units of :attr:`unit`."""
         tile, block, masked = np.exp(values) * self.unit
-        costs = self.blocks.costs(Coefficients(tile, block, masked))
+        costs = self.blocks.costs(cost.with_packing(Coefficients(tile, block, masked), self.config))
         heads = self.problem.heads // self.config.packed_heads * self.problem.batch * self.config.v_slices
         section = min(heads, self.config.heads_per_section or 1)
         factor = cost.slowdown(self.problem, self.config, section, costs, block, traffic)

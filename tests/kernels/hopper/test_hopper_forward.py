@@ -181,18 +181,24 @@ def test_what_a_launch_is_given(launches: Launches) -> None:
     ((grid, block, shared, params),) = launches
     config = KERNEL.config(problem)
     assert (block, shared) == ((config.threads, 1, 1), config.shared_memory)
-    blocks = -(-4096 // config.block_m)
-    assert grid == (SMS, 1, 1) and params.tiles == 3 * 16 * blocks and params.m_blocks == blocks
+    blocks, heads = -(-4096 * config.pack_gqa // config.block_m), 16 // config.packed_heads
+    assert grid == (SMS, 1, 1) and params.tiles == 3 * heads * blocks and params.m_blocks == blocks
     assert (params.out, params.lse, params.tiles_taken) == (out.data_ptr(), lse.data_ptr(), 77)
     assert (params.out_batch, params.out_row, params.out_head) == out.stride()[:3]
     assert (params.lse_batch, params.lse_head) == lse.stride()[:2]
     seqlen = params.seqlen
-    assert (seqlen.batch, params.heads, params.group, params.splits) == (3, 16, 4, 1)
+    assert (seqlen.batch, params.heads, params.group, params.splits) == (3, heads, 4 // config.packed_heads, 1)
     assert (seqlen.seqlen_q, seqlen.seqlen_k, seqlen.bottom_right) == (4096, 4000, 1)
     assert params.score.scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
     assert numbers(params) == [1, 2, 3] and addresses(params) == [t.data_ptr() for t in (q, k, v)]
     queries, keys, values = launches.maps
-    assert queries.box == (64, 1, config.block_m, 1, 1) and keys.box == values.box == (64, config.block_n, 1, 1)
+    assert queries.box == (
+        64,
+        config.packed_heads,
+        config.block_m // config.pack_gqa,
+        1,
+        1,
+    ) and keys.box == values.box == (64, config.block_n, 1, 1)
     assert (queries.address, keys.address, values.address) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
     assert values.sizes == (72, 4000, 4, 3)
 

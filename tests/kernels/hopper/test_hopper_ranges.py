@@ -80,7 +80,7 @@ def exact(costs: list[float]) -> float:
 def test_sections_of_any_number_of_heads_end_more_evenly(rows: int, keys: int) -> None:
     """All tiles of the last rank of two are long, so that the sections that other launches choose from end unevenly."""
     problem = asked(rows, keys)
-    config = KERNEL.config(problem)
+    config = replace(KERNEL.config(problem), packed_heads=1, pack_gqa=1)
     launch = cost.Launch(problem, config, 1)
 
     def time(section: int) -> float:
@@ -122,10 +122,22 @@ def test_a_tile_of_ranges_packs_a_group_where_less_is_left_over() -> None:
 
     def time(config: HopperConfig, ranges: Ranges) -> float:
         parts = [cost.Launch(part, config, 1) for part in ranged.as_problems(problem, ranges)]
-        return sum(sum(part.costs) * part.heads for part in parts) / SMS
+        tiles = sum(len(part.costs) * part.heads for part in parts) * (config.pack_gqa > 1)
+        return (sum(sum(part.costs) * part.heads for part in parts) - cost.PACKED_TILE * tiles) / SMS
 
     alone = ranged.tiles_end_with_rows(ranges, config.block_m)
     assert time(packed, divided) < 0.99 * time(config, alone)
+
+
+def test_a_dense_launch_of_ranges_packs_a_group_where_less_is_left_over() -> None:
+    """1,100 rows leave 48 over in a tile of 192 for each head; 4,400 of a group fill 22.9 tiles. 1,152 fill six."""
+    for rows, packed in ((1100, 8), (1152, 1)):
+        problem, ranges = asked(rows, 8192, kv_heads=4), Ranges((Range(0, rows, 0, 8192),))
+        config = replace(KERNEL.config(problem), split=False, kv_splits=0, packed_heads=1, pack_gqa=1)
+        config = replace(config, block_n=64, consumers=3, heads_per_section=0)
+        found, whole, same = ranged.fastest(problem, ranges, config)
+        assert (found.packed_heads, whole, same) == (packed, problem, ranges), rows
+        assert found.heads_per_section > 0
 
 
 @pytest.mark.parametrize("rows", [3072, 12288])
@@ -134,7 +146,7 @@ def test_packing_must_save_more_than_it_costs(rows: int, monkeypatch: pytest.Mon
     problem, ranges = asked(rows, 4 * rows, varlen=True, batch=2), Ranges(of_first_rank(2 * rows).sequences)
     config = KERNEL.config(problem)
     assert ranged.fastest(problem, ranges, config)[0].pack_gqa == 1
-    monkeypatch.setattr(ranged, "PACKED_TILE", -50.0)
+    monkeypatch.setattr(cost, "PACKED_TILE", -50.0)
     assert ranged.fastest(problem, ranges, config)[0].pack_gqa == 4
 
 

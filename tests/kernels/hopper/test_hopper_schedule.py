@@ -170,3 +170,15 @@ def test_sections_are_short_where_rows_start_between_64_bytes() -> None:
         problem = problem_of(700, 14000, head_dim=head_dim, head_dim_v=head_dim, **shape)
         section = select.config_for(problem).heads_per_section
         assert section <= most and (most < 260 or section > 4)
+
+
+@pytest.mark.parametrize(("queries", "heads"), [(1932, 4), (1920, 1)])
+def test_a_dense_tile_packs_a_group_where_less_is_left_over(queries: int, heads: int) -> None:
+    """Of 1,932 queries 12 are left over for each head in tiles of 192, and see most keys; 1,920 fill ten tiles."""
+    problem = problem_of(queries, queries, heads=36, kv_heads=9, batch=13, head_dim=128, head_dim_v=128, window_right=0)
+    config = select.config_for(problem)
+    assert config.packed_heads == heads and config == select.ranked(problem)[0][0]
+    assert select.tuned(config, problem) == select.tuned(replace(config, split=True), problem)
+    assert select.tuned(config, problem).packed_heads == heads
+    assert {other.packed_heads for other, _ in select.ranked(problem)} == {1, 4}
+    assert {other.packed_heads for other, _ in select.ranked(replace(problem, kv_heads=36))} == {1}

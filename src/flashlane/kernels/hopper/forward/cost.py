@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,10 @@ WAITING = 0.5
 """What the consumers that have rows wait for in an n-block, over what all consumers of a tile compute in it: where some
 have no rows, fewer products overlap with the softmax. Of D 64 and 128 a tile of 64 rows takes half as long as one of
 192 for as many keys."""
+PACKED_TILE = 1.7
+"""Microseconds by which a tile of a whole group takes longer than one of a head with as many blocks: it loads Q and
+stores the output as rows of several heads. Three problems of two ranks, timed both ways, gave 1.2, 1.8 and 2.1
+(docs/notebook/0050-the-end-of-a-launch.md)."""
 PARTIAL_RATE = 3.5e6
 """Bytes a microsecond in which partial results in f32 are written, and read again to combine them."""
 
@@ -119,6 +123,11 @@ def _coefficients_of(head_dim: int, columns_v: int, shape: TileShape) -> Coeffic
     return Coefficients(fitted.tile, fitted.block * (0.4 + 0.6 * work), fitted.masked)
 
 
+def with_packing(one: Coefficients, config: HopperConfig) -> Coefficients:
+    """The coefficients of a shape, of which a tile may have the rows of several heads."""
+    return replace(one, tile=one.tile + PACKED_TILE) if config.pack_gqa > 1 else one
+
+
 def products_of(rows: int, keys: int, one: ShapeClass) -> float:
     """Microseconds of an n-block's products in a class of head dims, at the rate of the tensor cores."""
     return 2e-6 * rows * keys * (one.head_dim + one.head_dim_v) / (MATRIX_TFLOPS / SMS)
@@ -154,7 +163,7 @@ class Launch:
         self, problem: AttentionProblem, config: HopperConfig, splits: int, blocks: TileBlocks | None = None
     ) -> None:
         self.problem, self.config, self.splits = problem, config, splits
-        self.one, self.traffic = coefficients_of(config), coefficients()[1]
+        self.one, self.traffic = with_packing(coefficients_of(config), config), coefficients()[1]
         self.blocks = blocks_of(problem, config) if blocks is None else blocks
         self.costs = self.blocks.costs(self.one, splits)
         self.heads = problem.heads // config.packed_heads * problem.batch * config.v_slices

@@ -178,10 +178,8 @@ class HopperForward(DeviceKernel):
         if dense is not None and _config(dense).cluster == 1:  # clusters would wait for keys together
             problem = dense
         config = _config(problem)
-        if problem.has_right_only and problem.varlen:
+        if problem.has_right_only:
             config, problem, ranges = ranged.fastest(problem, ranges, config)
-        elif problem.has_right_only:
-            config = replace(config, heads_per_section=select.section_of_ranges([problem], config)[0])
         return ranged.prepare(config, problem, ranges, inputs, out, arriving)
 
     def run(
@@ -209,7 +207,7 @@ def _config(problem: AttentionProblem) -> HopperConfig:
     """What the tuner found on this GPU, or else the tables' choice."""
     problem = problem.chosen_for
     found = tuned.lookup(KERNEL, problem)
-    return select.config_for(problem) if found is None else select.specialise(HopperConfig(**found), problem)
+    return select.config_for(problem) if found is None else select.tuned(HopperConfig(**found), problem)
 
 
 @memoised

@@ -12,21 +12,16 @@ from flashlane.core.ranges import LINK_RATE, OWN, Arriving, Range, RangedRepeat,
 from flashlane.jit import launch, tensormap
 from flashlane.jit.launch_pool import LaunchPlan
 from flashlane.kernels import makespan
-from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import cost, select
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import FIELDS, HopperParams, PreparedForward, key_map
-from flashlane.kernels.hopper.forward.tile_scheduler import ALONE, ceil_div, heads_of_group
+from flashlane.kernels.hopper.forward.tile_scheduler import packings
 
 NANOSECONDS = 1_000_000_000
 _MAP = ctypes.c_ubyte * tensormap.MAP_BYTES
 OWN_MAPS = ("own_k", "own_v")
 MOST_DIVIDED = 16
 """The most ranges of a launch that are divided so that their last tiles are full: each becomes two sequences."""
-PACKED_TILE = 1.7
-"""Microseconds by which a tile of a whole group takes longer than one of a head with as many blocks: it loads Q and
-stores the output as rows of several heads. Three problems of two ranks, timed both ways, gave 1.2, 1.8 and 2.1
-(docs/notebook/0050-the-end-of-a-launch.md)."""
 
 
 class _Plain(ctypes.Structure):
@@ -204,26 +199,24 @@ def fastest(
 ) -> tuple[HopperConfig, AttentionProblem, Ranges]:
     """The configuration, problem and ranges of a causal launch, with the order of its tiles.
 
-    Up to :data:`MOST_DIVIDED` ranges are divided so that tiles end with their rows. A tile then has one query head, or
-    all heads of a group: whole tiles of one head leave more rows over, in the tiles of most keys, than those of a group
+    Up to :data:`MOST_DIVIDED` ranges are divided so that tiles end with their rows. A tile has one query head, or all
+    heads of a group: whole tiles of one head leave more rows over, in the tiles of most keys, than those of a group
     do. What is predicted to end first is taken.
 
     Args:
-        problem: the ranges' packed sequences under a causal mask.
+        problem: the ranges' packed sequences under a causal mask, or one range as a dense problem.
         ranges: those with most work first.
         config: the configuration of the problem.
     """
     options = [(config, problem, ranges)]
-    if config.pack_gqa == 1 and len(ranges.sequences) <= MOST_DIVIDED:
-        packs = dict.fromkeys((ALONE, heads_of_group(problem, config.block_m)))
-        options = [_divided(problem, ranges, replace(config, packed_heads=p.heads, pack_gqa=p.rows)) for p in packs]
+    packed = [replace(config, packed_heads=p.heads, pack_gqa=p.rows) for p in packings(problem, config.block_m)]
+    if not problem.varlen and not config.split:
+        options = [(each, problem, ranges) for each in packed]
+    elif problem.varlen and config.pack_gqa == 1 and len(ranges.sequences) <= MOST_DIVIDED:
+        options = [_divided(problem, ranges, each) for each in packed]
     timed = []
     for each, whole, some in options:
-        parts = as_problems(whole, some)
-        size, time = select.section_of_ranges(parts, each)
-        if each.pack_gqa > 1:
-            tiles = sum(ceil_div(part.seqlen_q * each.pack_gqa, each.block_m) for part in parts)
-            time += PACKED_TILE * tiles * (problem.heads // each.packed_heads) / SMS
+        size, time = select.section_of_ranges(as_problems(whole, some), each)
         timed.append((time, (replace(each, heads_per_section=size), whole, some)))
     return min(timed, key=lambda entry: entry[0])[1]
 

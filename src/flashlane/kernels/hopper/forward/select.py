@@ -113,10 +113,17 @@ def _launches(problem: AttentionProblem) -> list[cost.Launch]:
         unmasked = () if seqlen.cache or seqlen.paged else one.unmasked
         ordered = problem.has_right_only
         shapes = tuple(s for s in shapes if s not in unmasked and (s.cluster == 1 or not ordered))
-    found = [config_of_shape(shape, problem) for shape in shapes]
+    found = [config_of_shape(shape, problem, packing) for shape in shapes for packing in _packings(problem, shape)]
     limit = shared_limit(ARCH)
     found = list(dict.fromkeys(config for config in found if config.shared_memory <= limit)) or found[:1]
     return [cost.Launch(problem, config, splits_of(problem, config) if config.split else 1) for config in found]
+
+
+def _packings(problem: AttentionProblem, shape: tiles.TileShape) -> tuple[tile_scheduler.PackedHeads | None, ...]:
+    """The heads of a group that a tile of a shape may pack; None stands for what :func:`specialise` takes."""
+    if problem.group == 1 or not splits_are_predicted(problem):
+        return (None,)
+    return tile_scheduler.packings(problem, CONSUMER_ROWS * shape.consumers)
 
 
 def _split_counts(problem: AttentionProblem, launches: Sequence[cost.Launch]) -> list[range]:
@@ -253,9 +260,11 @@ def section_of_ranges(parts: Sequence[AttentionProblem], config: HopperConfig) -
     return best, times[best]
 
 
-def config_of_shape(shape: tiles.TileShape, problem: AttentionProblem) -> HopperConfig:
-    """A tile with what a problem needs."""
-    config = specialise(_config_of(shape, problem.dtype_name, problem.head_dim, problem.head_dim_v), problem)
+def config_of_shape(
+    shape: tiles.TileShape, problem: AttentionProblem, packing: tile_scheduler.PackedHeads | None = None
+) -> HopperConfig:
+    """A tile with what a problem needs; for the packing see :func:`specialise`."""
+    config = specialise(_config_of(shape, problem.dtype_name, problem.head_dim, problem.head_dim_v), problem, packing)
     if config.combine_in_kernel:
         rows = min(problem.seqlen_q * config.pack_gqa, config.block_m)
         if not tile_scheduler.combines_in_kernel(rows):
@@ -282,15 +291,23 @@ def _must_gather(problem: AttentionProblem) -> bool:
     return SeqlenConfig.of(problem).paged and not page_box_rows(problem, PAGE_UNIT, PAGE_UNIT)
 
 
-def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
+def specialise(
+    config: HopperConfig, problem: AttentionProblem, packing: tile_scheduler.PackedHeads | None = None
+) -> HopperConfig:
     """A configuration's tile with what a problem needs switched on, and no more.
 
     ``cluster``, ``gather`` and ``combine_in_kernel`` stay where they are possible, and so does ``split`` where it is
     predicted whether splits pay.
+
+    Args:
+        config: the tile.
+        problem: the problem.
+        packing: heads whose rows share a tile; None for those of a group where that saves enough tiles.
     """
     seqlen = SeqlenConfig.of(problem)
     gather = seqlen.paged and (config.gather or _must_gather(problem))
-    packed, rows = tile_scheduler.packed_heads_of(problem, config.cta_rows), config.cta_rows
+    rows = config.cta_rows
+    packed = tile_scheduler.packed_heads_of(problem, rows) if packing is None else packing
     config = replace(config, packed_heads=packed.heads, pack_gqa=packed.rows)
     split = splits_of(problem, replace(config, cluster=1)) > 1
     alone = split or not seqlen.dense or problem.seqlen_q * packed.rows <= rows
@@ -311,6 +328,12 @@ def specialise(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
         and not gather
         and not ScoreConfig.of(problem).transformed,
     )
+
+
+def tuned(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
+    """A configuration that was found for a problem like this one, with what this one needs."""
+    able = {each.heads: each for each in _packings(problem, cost.shape_of(config)) if each is not None}
+    return specialise(config, problem, able.get(config.packed_heads))
 
 
 def splits_are_predicted(problem: AttentionProblem) -> bool:

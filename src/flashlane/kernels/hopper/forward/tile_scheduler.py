@@ -58,6 +58,11 @@ def packed_heads_of(problem: AttentionProblem, block_m: int) -> PackedHeads:
     return packed if fewer else ALONE
 
 
+def packings(problem: AttentionProblem, block_m: int) -> tuple[PackedHeads, ...]:
+    """What tiles of dense tensors may pack, of which the cost model takes the faster one."""
+    return tuple(dict.fromkeys((ALONE, heads_of_group(problem, block_m))))
+
+
 def fills(tiles: int, sms: int = SMS) -> bool:
     """Whether so many work tiles keep the SMs busy without splitting the keys."""
     return tiles >= FULL_ENOUGH * sms
