@@ -142,7 +142,7 @@ class Worker:
                 for title, empty in empty_calls(leaves):
                     self.calls |= {f"{way}, {title}: {name}": (SAME, timed) for way, timed in ways(empty, leaves)}
         for name, (kept, _) in self.calls.items():
-            self.time(name, kept)
+            self.time(name, max(1, kept))
         gc.collect()
         gc.freeze()
         return list(self.calls)
