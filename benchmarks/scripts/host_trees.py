@@ -63,7 +63,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Batch, rows, heads, key/value heads and head dim of each, with its window and the lengths of packed sequences."""
 SMALL = ("B1 H8 N128 D64 causal",)
-"""The problems of small tensors, which are timed with new addresses, too, and beside an empty function."""
+"""The problems of small tensors, which are timed with other addresses, too, and next to an empty function."""
 
 
 # --- a worker: one tree, of which the public functions are known, and where it compiles and allocates ---
