@@ -215,13 +215,13 @@ def worker() -> None:
 
 
 class Tree:
-    """A worker process of one source tree."""
+    """A worker process of one source tree, which a script becomes with ``--worker``."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, script: str = __file__) -> None:
         self.source = source
         environment = {**os.environ, "PYTHONPATH": source}
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker"],
+            [sys.executable, script, "--worker"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

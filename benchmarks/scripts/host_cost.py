@@ -8,7 +8,9 @@ problem small enough that the device keeps up. The implementation ``nothing`` is
 nothing: the part of the cost that is this library's Python. ``autograd alone`` is an empty ``torch.autograd.Function``
 with our tensors, forward and backward: what torch's own autograd costs, which no function in Python goes below. A
 backward is that of ``out.backward(do)``, with the gradients of the step before dropped; that of one kept graph is
-``torch.autograd.grad``, as the bench times it. ``packed`` rows are of two sequences in one tensor with their lengths.
+``torch.autograd.grad``, as the bench times it. ``packed`` rows are of two sequences in one tensor with their lengths,
+and ``windowed`` rows have a window of half the keys. PyTorch's FlashAttention-2 runs both by its operator, which is one
+node of autograd, and dense tensors by ``scaled_dot_product_attention`` between four transposes.
 On a machine without a GPU, where a call returns when it is computed, that is all that is measured. Writes
 host_cost.json, again after each round.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import statistics
@@ -74,7 +77,7 @@ class Cost:
     """``direct``, ``operator``, ``gradient`` (forward that records one), ``both`` (forward and backward), ``kept``
     (backward of one kept graph), ``kept here`` (in the calling thread); of torch alone ``floor both``, ``floor kept``
     and ``floor kept here``; of peers ``peer``, ``peer gradient``, ``peer both`` and so on; the same of packed sequences
-    with ``packed`` before it."""
+    and windows with ``packed`` or ``windowed`` before it."""
     kernel: str
     samples: list[float] = field(default_factory=list)
     error: str = ""
@@ -135,17 +138,31 @@ def ours_packed(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> 
     lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.max_seqlen_q, inputs.max_seqlen_k)
     function = flashlane.flash_attn_varlen_func
 
-    def direct() -> object:
-        return function(inputs.q, inputs.k, inputs.v, *lengths, causal=True, kernel=kernel)
+    def call(of: Inputs) -> object:
+        return function(of.q, of.k, of.v, *lengths, causal=True, kernel=kernel)
 
-    def recorded() -> object:
-        return function(grad.q, grad.k, grad.v, *lengths, causal=True, kernel=kernel)
+    yield from ours_alike("packed", "flash_attn_varlen_func", call, inputs, grad, name)
 
-    yield Cost(f"{name}: flash_attn_varlen_func", "packed direct", name), direct, torch.no_grad
-    title = f"{name}: flash_attn_varlen_func with gradient"
-    yield Cost(title, "packed gradient", name), recorded, contextlib.nullcontext
+
+def ours_windowed(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterator[tuple[Cost, Call, Context]]:
+    """The same of a window of half the keys, causal."""
+    window = inputs.k.shape[1] // 2, 0
+
+    def call(of: Inputs) -> object:
+        return flashlane.flash_attn_func(of.q, of.k, of.v, causal=True, window_size=window, kernel=kernel)
+
+    yield from ours_alike("windowed", "windowed flash_attn_func", call, inputs, grad, name)
+
+
+def ours_alike(
+    kind: str, title: str, call: Callable[[Inputs], object], inputs: Inputs, grad: Inputs, name: str
+) -> Iterator[tuple[Cost, Call, Context]]:
+    """A public function of ours, with and without a gradient; ``kind`` is the begin of the paths."""
+    recorded = functools.partial(call, grad)
+    yield Cost(f"{name}: {title}", f"{kind} direct", name), functools.partial(call, inputs), torch.no_grad
+    yield Cost(f"{name}: {title} with gradient", f"{kind} gradient", name), recorded, contextlib.nullcontext
     if name != Nothing.tag:
-        yield from backwards(f"{name}: packed", "packed ", name, recorded, grad, contextlib.nullcontext)
+        yield from backwards(f"{name}: {kind}", f"{kind} ", name, recorded, grad, contextlib.nullcontext)
 
 
 def backwards(
@@ -222,7 +239,7 @@ def floor(grad: Inputs) -> Iterator[tuple[Cost, Call, Context]]:
 
 def peers(problem: AttentionProblem, inputs: Inputs, grad: Inputs) -> Iterator[tuple[Cost, Call, Context]]:
     """The peers that this machine has, with and without a gradient."""
-    packed = "packed " if problem.varlen else ""
+    kind = "packed " if problem.varlen else "windowed " if problem.window_left >= 0 else ""
     for peer in PEERS:
         if peer.tag not in PEER_TAGS or peer.available(inputs.q.device) or peer.supports(problem):
             continue
@@ -234,9 +251,9 @@ def peers(problem: AttentionProblem, inputs: Inputs, grad: Inputs) -> Iterator[t
                     yield
 
             call = peer.prepare(problem, tensors)
-            yield Cost(f"{peer.tag} {packed}{suffix}".rstrip(), packed + path, peer.tag), call, context
+            yield Cost(f"{peer.tag} {kind}{suffix}".rstrip(), kind + path, peer.tag), call, context
             if suffix:
-                yield from backwards(f"{peer.tag} {packed}".rstrip(), f"{packed}peer ", peer.tag, call, grad, context)
+                yield from backwards(f"{peer.tag} {kind}".rstrip(), f"{kind}peer ", peer.tag, call, grad, context)
 
 
 def packed_inputs(inputs: Inputs) -> Inputs:
@@ -310,14 +327,19 @@ def main(arguments: list[str] | None = None) -> int:
     registry.register(Nothing())
     items = [*floor(grad), *ours(inputs, grad, "nothing", "nothing")]
     items += ours_packed(packed, packed_grad, "nothing", "nothing")
+    items += ours_windowed(inputs, grad, "nothing", "nothing")
     tag = dispatch.select(problem, options.kernel).tag
     if gpu or options.kernel:
         items += ours(inputs, grad, options.kernel, tag)
         items += ours_packed(packed, packed_grad, options.kernel, tag)
+        items += ours_windowed(inputs, grad, options.kernel, tag)
     if gpu:
         items += peers(problem, inputs, grad)
         with torch.no_grad():
             items += peers(AttentionProblem.from_inputs(packed, causal=True), packed, packed_grad)
+            window = options.seqlen // 2, 0
+            windowed = AttentionProblem.from_inputs(inputs, causal=True, window_size=window)
+            items += peers(windowed, inputs, grad)
     body = {"format": FORMAT, "environment": environment(device), "problem": problem.describe(), **shape}
     body |= {"calls": CALLS, "method": "host clock, the device waited for outside", "limits_us": LIMITS, "auto": tag}
     path = options.out / "host_cost.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,6 +50,22 @@ def test_a_launch_as_the_bindings_lay_it_out() -> None:
     theirs, mine = theirs.attrs[0], mine.attrs[0]
     assert (mine.id, mine.value) == (theirs.id, theirs.value) == (driver.PROGRAMMATIC_STREAM_SERIALIZATION, 1)
     assert driver.launch_config((5, 6, 7), (32, 4, 2), 512, overlapped=False).numAttrs == 0
+
+
+def test_an_address_reaches_the_driver_whole() -> None:
+    """Without types, ctypes would pass the lower half."""
+    given, codes = [], iter((0, 201))
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    def replace_address(place: int, address: int) -> int:
+        given.append((place, address))
+        return next(codes)
+
+    replace_address.argtypes = None
+    library = SimpleNamespace(cuTensorMapReplaceAddress=replace_address)
+    replace = driver.Driver(library).address_replacer(0x7F0012345680)  # type: ignore[arg-type]
+    assert [replace(0x7F00ABCDEF00), replace(0xFFFF00000010)] == [0, 201]
+    assert given == [(0x7F0012345680, 0x7F00ABCDEF00), (0x7F0012345680, 0xFFFF00000010)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,9 +103,12 @@ class Driver:
         ctypes.memmove(place, bytes(range(128)), 128)
         return (self.code,)
 
-    def cuTensorMapReplaceAddress(self, place: int, address: int) -> tuple[int]:
-        self.calls.append((place, address))
-        return (self.code,)
+    def address_replacer(self, place: int) -> Callable[[int], int]:
+        def replace(address: int) -> int:
+            self.calls.append((place, address))
+            return self.code
+
+        return replace
 
     def cuGetErrorName(self, code: int) -> tuple[int, bytes]:
         return 0, b"CUDA_ERROR_INVALID_VALUE"
@@ -150,7 +154,9 @@ def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) ->
     def unless_current(*_: Any) -> tuple[int]:
         return (0 if current else 201,)
 
-    fake = SimpleNamespace(cuTensorMapEncodeTiled=unless_current, cuTensorMapReplaceAddress=unless_current)
+    fake = SimpleNamespace(
+        cuTensorMapEncodeTiled=unless_current, address_replacer=lambda place: lambda address: unless_current()[0]
+    )
     monkeypatch.setattr(tensormap, "driver", lambda: fake)
     monkeypatch.setattr(tensormap, "make_current", make_current)
     move = tensormap.mover(1280)

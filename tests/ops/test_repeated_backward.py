@@ -191,6 +191,22 @@ def test_autograd_keeps_a_gradient_for_the_lse_only_where_it_is_wanted(launches:
     assert launched[0] == launched[1] and len(launched[0]) == len(STAGES)
 
 
+def test_kept_graphs_of_several_kinds_keep_their_own_calls(launches: Launches) -> None:
+    """Of one shape, and differentiated after all of them were recorded: what a node knows is of its call alone."""
+    tensors, do = qkv(), laid_out("contiguous")
+    kinds = [{"softmax_scale": scale, "window_size": (left, 0)} for scale in (0.5, 2.0) for left in (64, -1)]
+    for wants_lse in (False, True):
+        found = [flashlane.flash_attn_func(*tensors, causal=True, return_lse=wants_lse, **kind) for kind in kinds]
+        outs = [each[0] if wants_lse else each for each in found]
+        for number in (2, 0, 3, 1, 2):
+            del launches[:]
+            torch.autograd.grad(outs[number], tensors, do, retain_graph=True)
+            params = next(params for *_, params in launches if hasattr(params, "dk_map"))
+            kind = kinds[number]
+            left, _ = kind["window_size"]
+            assert (params.scale, params.window_left, params.window_right) == (kind["softmax_scale"], left, 0)
+
+
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_a_recorded_call_with_an_unaligned_tensor_is_checked(launches: Launches, return_lse: bool) -> None:
     """Its guard holds for any address; what it launches does not."""

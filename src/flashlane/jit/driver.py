@@ -108,10 +108,13 @@ class Driver:
         self._library = library
 
     def _call(self, name: str, *arguments: Any) -> int:
+        return self._function(name)(*arguments)
+
+    def _function(self, name: str) -> Any:
         function = getattr(self._library, name)
         if function.argtypes is None:
             function.argtypes = _TYPES[name]
-        return function(*arguments)
+        return function
 
     def _get(self, name: str, kind: Any, *arguments: Any) -> tuple[int, Any]:
         """A function that writes one result, whose place is its first argument."""
@@ -190,8 +193,10 @@ class Driver:
         arrays = wide(*sizes), wide(*strides), narrow(*box), steps
         return (self._call("cuTensorMapEncodeTiled", place, data_type, rank, address, *arrays, 0, swizzle, L2_256B, 0),)
 
-    def cuTensorMapReplaceAddress(self, place: int, address: int) -> tuple[int]:
-        return (self._call("cuTensorMapReplaceAddress", place, address),)
+    def address_replacer(self, place: int) -> Callable[[int], int]:
+        """A function of an address that puts it into the map at a place and gives the driver's code:
+        ``cuTensorMapReplaceAddress``, all but ready."""
+        return functools.partial(self._function("cuTensorMapReplaceAddress"), _Handle(place))
 
     def launcher(
         self, function: int, grid: Sequence[int], block: Sequence[int], shared: int, params: int, overlapped: bool

@@ -28,7 +28,6 @@ The plan itself is kept by its kernel, under what the plan depends on (problem, 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import operator
@@ -314,11 +313,13 @@ class Pool(Generic[B]):
 
     def _another(self, key: Any) -> B:
         block = None
-        with contextlib.suppress(StopIteration, RuntimeError, KeyError, IndexError):  # another thread was first
+        try:  # contextlib.suppress takes as long as the move of two maps
             if self.spare:
                 block = self.spare.pop()
             elif len(self.idle) >= self._kept:
                 block = self.idle.pop(next(iter(self.idle)))
+        except (StopIteration, RuntimeError, KeyError, IndexError):
+            pass  # another thread was first
         block = block or self._make(key)
         block.point_to(key)
         return block

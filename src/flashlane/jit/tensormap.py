@@ -153,13 +153,17 @@ def mover(place: int) -> Callable[[int], None]:
     """
     if place % MAP_BYTES:
         raise ValueError(f"place is {place:#x}; a map is changed where it lies on a multiple of {MAP_BYTES} bytes")
-    replace_address = driver().cuTensorMapReplaceAddress
+    replace_address = driver().address_replacer(place)
 
     def move(address: int) -> None:
-        (code,) = replace_address(place, address)
+        code = replace_address(address)
+        if code:
+            refused(code, address)
+
+    def refused(code: int, address: int) -> None:
         if code in NOT_CURRENT:
             make_current()
-            (code,) = replace_address(place, address)
+            code = replace_address(address)
         if code:
             name = driver().cuGetErrorName(code)[1].decode()
             raise LaunchError(f"cuTensorMapReplaceAddress failed: {name}; the address was {address:#x}")
