@@ -114,7 +114,10 @@ def _slope_of(e: Expression) -> Expression | None:
 
 
 def head_values(*roots: Expression) -> tuple[Expression, ...]:
-    """The largest parts of the roots that are the same for all pairs of a head, without constants and inputs."""
+    """The largest parts of the roots that are the same for all pairs of a head, without constants and inputs.
+
+    A single one is left to the compiler, which finds it at each pair: it spills less, and takes no longer.
+    """
     found: dict[Expression, None] = {}
     stack, seen = list(roots[::-1]), set(roots)
     while stack:
@@ -125,7 +128,7 @@ def head_values(*roots: Expression) -> tuple[Expression, ...]:
             continue
         stack += [operand for operand in reversed(e.operands) if operand not in seen]
         seen |= set(e.operands)
-    return tuple(found)
+    return tuple(found) if len(found) > 1 else ()
 
 
 def body(
