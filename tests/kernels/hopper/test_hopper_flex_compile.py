@@ -158,7 +158,28 @@ def test_scores_of_many_operations_are_short_kernels(name: str) -> None:
         if counts is None:
             pytest.skip("no disassembler")
         assert sum(counts.values()) <= most, counts
-        assert counts.get("LDL", 0) + counts.get("STL", 0) <= SPILLS // 4
+
+
+@pytest.mark.parametrize("block", [None, (128, 128)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["sin", "tan"])
+def test_a_call_in_the_softmax_leaves_the_output_that_is_being_computed(
+    name: str, head_dim: int, block: tuple[int, int] | None
+) -> None:
+    """P·V is in flight while scores are computed: a function that saved and restored its registers would undo it."""
+    program = bind(FUNCTIONS[name][0], documents if block else None, CPU, "f32")[0]
+    config = run_forward.config_of(problem(head_dim), program, block, block is not None)
+    text = jit.disassemble(jit.compile(config.source(), ARCH).cubin)
+    if text is None:
+        pytest.skip("no disassembler")
+    kernel, function = re.split(r"angle_of_large\w*:\n", text)
+    products = re.findall(r"HGMMA\.64x(\d+)x16\S* R(\d+), R\d+,", kernel)
+    assert products, "P is in registers"
+    output = {register for n, first in products for register in range(int(first), int(first) + int(n) // 2)}
+    results = re.findall(r"/ +(?:@!?\w+ )?([A-Z][\w.]*) (?:U?P\d, )*R(\d+),", function.split("RET")[0])
+    written = {int(first) + i for op, first in results for i in range(1 + bool(re.search("64|WIDE", op)))}
+    assert len(output) == max(int(n) for n, _ in products) // 2
+    assert len(written) > 4 and not output & written
 
 
 @pytest.mark.parametrize(("score", "longest", "spills"), [("linear", 128, SPILLS), ("abs", 112, 0), ("tanh", 112, 0)])
