@@ -118,8 +118,8 @@ def test_both_directions_reach_the_kernels(launches: Launches, score_mod, mask: 
 def test_the_backward_is_compiled_while_the_forward_is(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, masked: bool
 ) -> None:
-    beside, compiled = [], []
-    monkeypatch.setattr(run_forward, "alongside", lambda work: beside.append(work) or contextlib.nullcontext())
+    works, compiled = [], []
+    monkeypatch.setattr(run_forward, "alongside", lambda work: works.append(work) or contextlib.nullcontext())
     monkeypatch.setattr(run_forward, "compile_together", lambda sources, arch: compiled.extend(sources))
     monkeypatch.setattr(run_backward, "config_of", functools.lru_cache(run_backward.config_of.__wrapped__))
     mask = flashlane.create_block_mask(after, None, None, 300, 200, "cpu") if masked else None
@@ -130,16 +130,16 @@ def test_the_backward_is_compiled_while_the_forward_is(
     attend(operands())
     with torch.no_grad():
         attend(operands(grad=True))
-    assert not beside, "no gradient is wanted"
+    assert not works, "no gradient is wanted"
     tensors = operands(grad=True)
     out = attend(tensors)
-    (work,) = beside
+    (work,) = works
     work()
     assert len(compiled) == 3 and run_backward.config_of.cache_info().misses == 1
     torch.autograd.grad(out.float().sum(), tensors)
     assert run_backward.config_of.cache_info().misses == 1, "the backward runs what was compiled"
     attend(tensors)
-    assert len(beside) == 1, "a later call compiles nothing"
+    assert len(works) == 1, "a later call compiles nothing"
 
 
 def test_what_the_kernels_refuse_is_told(launches: Launches) -> None:

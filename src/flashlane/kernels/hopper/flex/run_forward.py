@@ -170,8 +170,8 @@ def run(
         if lists is not None:
             params.lists = lists.params
 
-    beside = alongside(compile_backward) if needs_backward else contextlib.nullcontext()
-    with launch.on_device(plan.device), beside:
+    together = alongside(compile_backward) if needs_backward else contextlib.nullcontext()
+    with launch.on_device(plan.device), together:
         plan.launch(q, k, v, out, lse, (q.data_ptr(), k.data_ptr(), v.data_ptr()), complete=complete)
     return out, lse
 
