@@ -2,9 +2,10 @@
 
     PYTHONPATH=src python benchmarks/scripts/flex_compile.py --out flex_compile.json
 
-The cells are scores and masks of ``flex_speed.py``. Each kernel of a call is compiled again, in an empty folder, one
+The cells are scores and masks of ``flex_speed.py``, and scores that are long to compile: a sine, and rows of captured
+tensors. Each kernel of a call is compiled again, in an empty folder, one
 after another; a call compiles them in threads, so that the longest one is what a user waits for. Times are of the
-process, so that other work on the machine does not count.
+process, so that other work on the machine does not count, and the median of ``--repeats``, as it still disturbs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,14 +28,21 @@ from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import write_atomically
 from flashlane.flex import masks
 from flashlane.flex.bind import bind
-from flashlane.jit import KernelSource
+from flashlane.jit import KernelSource, compiler
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.flex import run_backward, run_forward
 from flashlane.kernels.hopper.flex.problem import problem_of
 
 SCRIPT = "benchmarks/scripts/flex_compile.py"
 TOKENS, BLOCK = 4096, (128, 128)
+ROWS, SHORT_ROWS = torch.ones(flex_speed.HEADS, 8), torch.ones(flex_speed.HEADS, 3)
 SCORES = {"none": None, "linear": flex_speed.linear, "tanh": flex_speed.capped}
+SCORES |= {
+    "sine": lambda score, b, h, q, kv: score.sin(),
+    "tanh of 8": lambda score, b, h, q, kv: score + (ROWS[h] * score).tanh().sum(),
+    "largest of 8": lambda score, b, h, q, kv: score + (ROWS[h] + score).amax(),
+    "largest of 3": lambda score, b, h, q, kv: score + (SHORT_ROWS[h] + score).amax(),
+}
 
 
 def calls(*head_dims: int) -> Iterator[tuple[dict[str, Any], dict[str, KernelSource]]]:
@@ -59,6 +68,7 @@ def seconds_of(source: KernelSource) -> float:
         os.environ["FLASHLANE_CACHE_DIR"] = folder
         try:
             began = time.process_time()
+            compiler._memo.clear()
             jit.compile(source, ARCH)
             return time.process_time() - began
         finally:
@@ -71,15 +81,17 @@ def seconds_of(source: KernelSource) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--repeats", type=int, default=1)
     options = parser.parse_args()
     body = {"format": "flashlane-flex-compile/1", "script": SCRIPT, "environment": environment(torch.device("cpu"))}
+    body["repeats"] = options.repeats
     rows: list[dict[str, Any]] = []
     seconds_of(next(calls(96))[1]["forward"])  # which also loads NVRTC
-    taken: dict[KernelSource, float] = {}  # jit keeps what it compiled
+    taken: dict[KernelSource, float] = {}  # cells share kernels
     for row, sources in calls(64, 128):
         for source in sources.values():
             if source not in taken:
-                taken[source] = round(seconds_of(source), 3)
+                taken[source] = round(statistics.median(seconds_of(source) for _ in range(options.repeats)), 3)
         rows.append(row | {"seconds": {name: taken[source] for name, source in sources.items()}})
         print(rows[-1], flush=True)
         write_atomically(options.out, json.dumps(body | {"rows": rows}, indent=1) + "\n")

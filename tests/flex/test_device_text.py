@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -160,9 +161,72 @@ def test_linear_scores_are_found_with_their_gain_and_slope() -> None:
         torch.testing.assert_close(found.expand(4), slope, msg=name)
 
 
+def part_of(program: Program, name: str) -> str:
+    """The statements of a function of the header, with its name."""
+    return program.header().split(f" {name}(const ProgramParams")[1].split("static __device__")[0]
+
+
 def body_of(program: Program) -> str:
     """The statements of the score."""
-    return program.header().split("float score(")[1].split("static")[0].split("{", 1)[1]
+    return part_of(program, "score").split("{", 1)[1]
+
+
+ANGLES: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
+    "sin": (lambda s, b, h, q, kv: s.sin(), 2.0),
+    "cos": (lambda s, b, h, q, kv: s.cos(), 2.0),
+    "tan": (lambda s, b, h, q, kv: s.tan(), 4.0),
+}
+"""Scores, and CUDA's bounds of the functions' errors in units of the last place."""
+
+
+def angles() -> torch.Tensor:
+    """Numbers of every exponent, and those next to multiples of π/2, of which sine or cosine are small."""
+    generator = torch.Generator().manual_seed(0)
+    mantissas = 1 + torch.rand(254, 200, generator=generator, dtype=torch.float64)
+    drawn = (mantissas * 2.0 ** torch.arange(-126, 128, dtype=torch.float64)[:, None]).float().flatten()
+    near = (torch.arange(1, 100000, dtype=torch.float64) * (torch.pi / 2)).float()
+    near = torch.cat((near, near.nextafter(torch.tensor(torch.inf)), torch.tensor([105614.99, 105615.0, 105615.01])))
+    # The f32 number whose distance to a multiple of π/2 is the least of all.
+    found = torch.cat((drawn, near, torch.tensor([16367173.0 * 2.0**72])))
+    return torch.cat((found, -found, torch.zeros(2))).view(1, 1, 1, -1)
+
+
+@pytest.mark.skipif(program_kernel.COMPILER is None, reason="no C++ compiler")
+def test_circular_functions_of_all_numbers_on_the_host(tmp_path: Path) -> None:
+    """Their errors are within CUDA's bounds, also behind the range reduction of large numbers."""
+    x = angles()
+    programs = {name: (*bind(function, None, torch.device("cpu")), x) for name, (function, _) in ANGLES.items()}
+    found = program_kernel.on_host(programs, tmp_path)
+    wide = x.double()
+    slopes = {"sin": wide.cos(), "cos": -wide.sin(), "tan": 1 + wide.tan().square()}
+    for name, (_, units) in ANGLES.items():
+        values, derivative, _ = found[name]
+        wanted = getattr(wide, name)()
+        error = ((values.double() - wanted).abs() / wanted.abs()).nan_to_num() * 2**23
+        assert error.amax() <= units, (name, x.flatten()[error.argmax()].item(), error.amax())
+        torch.testing.assert_close(derivative.double(), slopes[name], rtol=2**-20, atol=0)
+    endless = torch.tensor([torch.inf, -torch.inf, torch.nan]).view(1, 1, 1, 3)
+    found = program_kernel.on_host({name: (*given[:2], endless) for name, given in programs.items()}, tmp_path)
+    assert all(outputs[0].isnan().all() for outputs in found.values())
+
+
+def test_a_sine_and_its_derivative_share_a_range_reduction() -> None:
+    program, _ = bind(lambda s, b, h, q, kv: s * s.sin() + s.cos(), None, torch.device("cpu"))
+    functions = program.header().split("static __device__")
+    assert [text.count("angle_of(") for text in functions if "sin_of(" in text] == [1, 1]
+
+
+def test_what_the_pairs_of_a_head_share_is_computed_for_the_head() -> None:
+    table = torch.randn(2, 4, 8)
+
+    def score_mod(score, b, h, q, kv):
+        return score * (table[b, h].exp() * score).tanh().sum() + table[0, h, kv % 8] * table[b, 1, 0].sin()
+
+    program, _ = bind(score_mod, None, torch.device("cpu"))
+    assert part_of(program, "head").count("program::read") == 9
+    assert part_of(program, "score").count("program::read") == 1, "that of kv"
+    single, _ = bind(lambda s, b, h, q, kv: s * table[b, h, 0].exp() + kv, None, torch.device("cpu"))
+    assert "program::read" in part_of(single, "score") and "value0" not in single.header()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -110,6 +112,34 @@ def test_both_directions_reach_the_kernels(launches: Launches, score_mod, mask: 
     launches.clear()
     gradients = torch.autograd.grad(out.float().sum() + lse.sum(), tensors)
     assert launches and [g.shape for g in gradients] == [t.shape for t in tensors]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_backward_is_compiled_while_the_forward_is(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, masked: bool
+) -> None:
+    works, compiled = [], []
+    monkeypatch.setattr(run_forward, "alongside", lambda work: works.append(work) or contextlib.nullcontext())
+    monkeypatch.setattr(run_forward, "compile_together", lambda sources, arch: compiled.extend(sources))
+    monkeypatch.setattr(run_backward, "config_of", functools.lru_cache(run_backward.config_of.__wrapped__))
+    mask = flashlane.create_block_mask(after, None, None, 300, 200, "cpu") if masked else None
+
+    def attend(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return flashlane.flex_attention(*tensors, lambda score, b, h, q, kv: score.sin(), mask, enable_gqa=True)
+
+    attend(operands())
+    with torch.no_grad():
+        attend(operands(grad=True))
+    assert not works, "no gradient is wanted"
+    tensors = operands(grad=True)
+    out = attend(tensors)
+    (work,) = works
+    work()
+    assert len(compiled) == 3 and run_backward.config_of.cache_info().misses == 1
+    torch.autograd.grad(out.float().sum(), tensors)
+    assert run_backward.config_of.cache_info().misses == 1, "the backward runs what was compiled"
+    attend(tensors)
+    assert len(works) == 1, "a later call compiles nothing"
 
 
 def test_what_the_kernels_refuse_is_told(launches: Launches) -> None:

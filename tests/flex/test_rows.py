@@ -74,6 +74,13 @@ def test_scores_and_gradients_are_those_of_torch(name: str) -> None:
         torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-11)
 
 
+def test_the_gradient_of_an_extreme_costs_its_value_nothing() -> None:
+    table = torch.randn(2, 5)
+    program, _ = bind(lambda score, b, h, q, kv: score + (table[h] + score).amax(), None, CPU)
+    value = program.header().split("float score(const ProgramParams")[1].split("static __device__")[0]
+    assert value.count("program::maximum") == 4 and "==" not in value and "?" not in value
+
+
 @pytest.mark.parametrize("most", [1, 4, 64])
 def test_keys_of_chosen_tiles_are_visible(most: int) -> None:
     """As of sparse video attention: each tile of queries lists the tiles of keys that it sees."""

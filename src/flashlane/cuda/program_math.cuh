@@ -69,6 +69,8 @@ __device__ __forceinline__ bool isinf(T x) { return x == infinity() || x == -inf
 template <typename T>
 __device__ __forceinline__ T sign(T x) { return static_cast<T>((x > 0) - (x < 0)); }
 // The result is NaN where either operand is.
+__device__ __forceinline__ float minimum(float a, float b) { return min_nan(a, b); }
+__device__ __forceinline__ float maximum(float a, float b) { return max_nan(a, b); }
 template <typename T>
 __device__ __forceinline__ T minimum(T a, T b) { return a < b || a != a ? a : b; }
 template <typename T>
@@ -84,6 +86,65 @@ __device__ __forceinline__ float tanh(float x) {
 __device__ __forceinline__ double tanh(double x) { return ::tanh(x); }
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.f + ex2(x * -1.4426950408889634f)); }
 __device__ __forceinline__ double sigmoid(double x) { return 1. / (1. + ::exp(-x)); }
+
+// An angle less the nearest multiple of π/2, and that multiple's number, of which the lowest two bits count.
+struct Angle {
+    float rest;
+    int quadrant;
+};
+
+// The bits of 2/π, after a word of those in front of the binary point.
+constexpr unsigned TWO_OVER_PI[] = {0, 0xa2f9836e, 0x4e441529, 0xfc2757d1, 0xf534ddc0, 0xdb629599, 0x3c439041};
+
+// The angle of a large number, by Payne and Hanek: x · 2/π modulo 4, of which the product with 96 bits of 2/π gives 62
+// bits after the point. It is rare, and a function that is not inlined is compiled once for all pairs of a thread.
+__device__ __noinline__ Angle angle_of_large(float x) {
+    const unsigned bits = static_cast<unsigned>(__float_as_int(x)), mantissa = bits << 8 | 0x80000000u;
+    const int exponent = bits >> 23 & 0xff, shift = exponent & 31;  // the exponent's bias is 127, and 128 is a multiple
+    if (exponent == 0xff) return {x - x, 0};
+    const unsigned* words = TWO_OVER_PI + (exponent - 128) / 32;
+    unsigned long long product = 0, part[3];
+#pragma unroll
+    for (int i = 2; i >= 0; --i) {
+        const unsigned long long pair = static_cast<unsigned long long>(words[i]) << 32 | words[i + 1];
+        product = part[i] = (pair << shift >> 32) * mantissa + (product >> 32);
+    }
+    const unsigned long long quarters = (part[0] << 32) | static_cast<unsigned>(part[1]);
+    const int quadrant = static_cast<int>(quarters >> 62) + static_cast<int>(quarters >> 61 & 1);
+    // 2^-64 · π/2
+    const float rest = static_cast<float>(static_cast<long long>(quarters << 2) * 8.515303950216386e-20);
+    return bits >> 31 ? Angle{-rest, -quadrant} : Angle{rest, quadrant};
+}
+// By Cody and Waite, with π/2 in three parts: exact enough for |x| < 105615, as in CUDA's sinf.
+__device__ __forceinline__ Angle angle_of(float x) {
+    if (fabsf(x) >= 105615.f) return angle_of_large(x);
+    // The sum's lowest bits are the product, rounded to an integer. Conversions would take the special-function unit.
+    const float shifted = __fadd_rn(__fmul_rn(x, 0.636619747f), 12582912.f), number = shifted - 12582912.f;
+    float rest = fmaf(number, -1.57079625f, x);
+    rest = fmaf(number, -7.54978942e-8f, rest);
+    return {fmaf(number, -5.39030295e-15f, rest), __float_as_int(shifted)};
+}
+// CUDA's polynomials: the cosine of the rest in odd quadrants, else its sine.
+__device__ __forceinline__ float sin_of(Angle angle) {
+    const bool odd = angle.quadrant & 1;
+    const float square = angle.rest * angle.rest, first = odd ? 1.f : angle.rest;
+    float factor = fmaf(odd ? 2.42795795e-5f : 0.f, square, odd ? -1.38878601e-3f : -1.95746587e-4f);
+    factor = fmaf(factor, square, odd ? 4.16667275e-2f : 8.33270326e-3f);
+    factor = fmaf(factor, square, odd ? -4.99999970e-1f : -1.66666627e-1f);
+    const float sine = fmaf(factor, square * first, first);
+    return angle.quadrant & 2 ? -sine : sine;
+}
+__device__ __forceinline__ float cos_of(Angle angle) { return sin_of({angle.rest, angle.quadrant + 1}); }
+__device__ __forceinline__ float tan_of(Angle angle) {
+    const float square = angle.rest * angle.rest;
+    float factor = fmaf(9.33837891e-3f, square, 3.26538086e-3f);
+    factor = fmaf(factor, square, 2.42919922e-2f);
+    factor = fmaf(factor, square, 5.34667969e-2f);
+    factor = fmaf(factor, square, 1.33377910e-1f);
+    factor = fmaf(factor, square, 3.33332300e-1f);
+    const float tangent = fmaf(factor, square * angle.rest, angle.rest);
+    return angle.quadrant & 1 ? -reciprocal(tangent) : tangent;
+}
 
 __device__ __forceinline__ float fmod(float a, float b) { return ::fmodf(a, b); }
 __device__ __forceinline__ double fmod(double a, double b) { return ::fmod(a, b); }

@@ -128,6 +128,18 @@ __device__ __forceinline__ float approximate_tanh(float x) {
     return y;
 }
 
+// The lesser and the greater operand, and NaN where either is NaN.
+__device__ __forceinline__ float min_nan(float a, float b) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
 // 2^x on the special-function unit; ex2(−inf) is +0.
 __device__ __forceinline__ float ex2(float x) {
     float y;

@@ -193,7 +193,8 @@ def _attend(
         return by_torch()
     if block_mask is not None:
         block_mask = narrowed(block_mask)
-    call = _Call(program, arguments.integers, block_mask, window, documents, scale, kernels)
+    needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    call = _Call(program, arguments.integers, block_mask, window, documents, scale, kernels, needs_backward)
     out, lse, largest = _Attention.apply(call, most, query, key, value, *arguments.tensors)
     if kernels is not None and query is given[0] and key is given[1] and value is given[2]:
         prepare = functools.partial(_prepared, call, *given, arguments)
@@ -316,6 +317,7 @@ class _Call:
     """The packed documents, where the mask is these alone: the kernels take them in the place of the lists."""
     scale: float
     kernels: types.ModuleType | None
+    needs_backward: bool = False
 
     def of_kernels(self, arguments: Arguments) -> tuple[Any, ...]:
         """The arguments that follow the tensors in the kernels' ``forward`` and ``backward``."""
@@ -337,7 +339,8 @@ class _Attention(torch.autograd.Function):
             out, lse, largest = reference.forward(problem)
         else:
             given = call.of_kernels(problem.arguments)
-            transposed, lse = call.kernels.forward(*_swap_heads_and_rows(problem.q, problem.k, problem.v), *given)
+            operands = _swap_heads_and_rows(problem.q, problem.k, problem.v)
+            transposed, lse = call.kernels.forward(*operands, *given, needs_backward=call.needs_backward)
             (out,) = _swap_heads_and_rows(transposed)
             largest = reference.forward(problem)[2] if most else None
         ctx.call = call

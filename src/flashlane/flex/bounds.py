@@ -127,6 +127,8 @@ def _may_be_nan(e: Expression, x: list[Bounds], tensors: Sequence[torch.Tensor] 
         return True if tensors is None else tensors[e.value].isnan().any()  # type: ignore[index]
     if e.op == "input":
         return e.value == "score"
+    if e.op == "with_gradient_of":
+        return x[0].nan
     nan = functools.reduce(operator.or_, (one.nan for one in x), False)
     if e.op in KEEPS_NUMBERS:
         return nan
@@ -262,7 +264,7 @@ def _operation(e: Expression, x: list[Bounds], integers: Sequence[int] | None) -
     if op in ("floordiv", "remainder") and e.operands[1].op in ("constant", "integer") and e.dtype not in FLOATING:
         value: Any = e.operands[1].value
         return _divided(op, x[0], value if e.operands[1].op == "constant" else integers[value[0]])
-    if op in ("cast", "detach"):
+    if op in ("cast", "detach", "with_gradient_of"):
         if e.dtype == "bool":
             return (x[0].low > 0) | (x[0].high < 0), (x[0].low != 0) | (x[0].high != 0)
         source = e.operands[0].dtype

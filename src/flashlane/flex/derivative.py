@@ -140,6 +140,7 @@ RULES: dict[str, Rule] = {
     "atan2": _of_atan2,
     "where": _of_where,
     "cast": lambda e, g: [cast(g, e.operands[0].dtype)],
+    "with_gradient_of": lambda e, g: [None, g],
 }
 """An operation without a rule (rounding, comparisons, ``detach``, integers) has derivative 0 everywhere."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flashlane.flex.expression import (
@@ -13,6 +13,7 @@ from flashlane.flex.expression import (
     constant,
     inputs_of,
     is_constant,
+    make,
     nodes,
     unary,
 )
@@ -21,6 +22,7 @@ from flashlane.flex.loops import ELEMENT
 
 C_TYPES = {"bool": "bool", "i32": "int", "i64": "long long", "f32": "float", "f64": "double"}
 C_TYPES |= dict.fromkeys(("u8", "i8", "i16"), "int") | dict.fromkeys(("f16", "bf16"), "float")
+C_TYPES["angle"] = "program::Angle"
 """C++ types of variables. A value of a short type is rounded or wrapped to it, and held in a longer one."""
 IN_MEMORY = {"u8": "unsigned char", "i8": "signed char", "i16": "short", "f16": "__half", "bf16": "__nv_bfloat16"}
 IN_MEMORY = {**C_TYPES, **IN_MEMORY}
@@ -32,6 +34,7 @@ _LIBRARY = "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos
 _FUNCTIONS = {name: name for name in _LIBRARY.split()} | {"round": "rint", "pow": "pow", "atan2": "atan2"}
 """Functions of CUDA's math library; the names of the f32 functions end in f."""
 _OWN = {"tanh", "sigmoid", "sign", "minimum", "maximum", "remainder", "fmod", "floordiv"}
+_OWN |= {"angle_of", "sin_of", "cos_of", "tan_of"}
 """Functions of program_math.cuh, which overloads them by type."""
 
 LEAST_FACTOR = 2.0**-20
@@ -110,13 +113,37 @@ def _slope_of(e: Expression) -> Expression | None:
     return None
 
 
+def head_values(*roots: Expression) -> tuple[Expression, ...]:
+    """The largest parts of the roots that are the same for all pairs of a head, without constants and inputs.
+
+    A single one is left to the compiler, which finds it at each pair: it spills less, and takes no longer.
+    """
+    found: dict[Expression, None] = {}
+    stack, seen = list(roots[::-1]), set(roots)
+    while stack:
+        e = stack.pop()
+        if not inputs_of(e) - {"b", "h"}:
+            if e.op not in ("constant", "input", "integer"):
+                found[e] = None
+            continue
+        stack += [operand for operand in reversed(e.operands) if operand not in seen]
+        seen |= set(e.operands)
+    return tuple(found) if len(found) > 1 else ()
+
+
 def body(
-    root: Expression, captured: tuple[str, ...], result: str, short: bool = False, approximate: bool = False
+    root: Expression,
+    captured: tuple[str, ...],
+    result: str,
+    short: bool = False,
+    approximate: bool = False,
+    head: Sequence[Expression] = (),
+    derivative: Expression | None = None,
 ) -> str:
     """The statements of a function that returns ``root`` as the type ``result``.
 
     They read ``p``, the pair's ``b``, ``h``, ``q`` and ``kv``, and in a score or its derivative also ``distance``,
-    ``product`` (q·k) and ``scale``.
+    ``product`` (q·k), ``scale`` and ``head``.
 
     Args:
         root: the expression.
@@ -124,12 +151,46 @@ def body(
         result: the C++ type that the function returns.
         short: whether positions are below 2^22, as those of the attention kernels are.
         approximate: whether the special-function unit computes an f32 tanh, with a relative error of 2^-11.
+        head: expressions that are read from ``head``, which :func:`head_struct` declares.
+        derivative: what is assigned to ``derivative``. It shares the statements of the root.
     """
-    names: dict[Expression, str] = {}
+    also = () if derivative is None else (derivative,)
+    lines, (name, *names) = _statements((root, *also), captured, short, approximate, head)
+    lines += [f"        derivative = {other};" for other in names]
+    return "\n".join([*lines, f"        return static_cast<{result}>({name});"])
+
+
+def head_struct(head: Sequence[Expression]) -> str:
+    """The members of the struct ``head`` of :func:`body`."""
+    return "\n".join(f"        {C_TYPES[e.dtype]} {_member(i)};" for i, e in enumerate(head))
+
+
+def head_body(head: Sequence[Expression], captured: tuple[str, ...], approximate: bool) -> str:
+    """The statements of a function of ``p``, ``b`` and ``h`` that returns the struct of :func:`head_struct`."""
+    lines, names = _statements(head, captured, True, approximate)
+    return "\n".join([*lines, f"        return {{{', '.join(names)}}};"])
+
+
+def _member(i: int) -> str:
+    return f"value{i}"
+
+
+def _statements(
+    roots: Sequence[Expression],
+    captured: tuple[str, ...],
+    short: bool,
+    approximate: bool,
+    head: Sequence[Expression] = (),
+) -> tuple[list[str], list[str]]:
+    """The statements that compute the roots, and the names of their values."""
+    roots = _with_angles(roots, head)
+    names: dict[Expression, str] = {e: f"head.{_member(i)}" for i, e in enumerate(head)}
     ranges: Known = {}
     lines: list[tuple[str, str]] = []
     rounds: dict[Expression, str] = {}  # the statements that a loop has
-    for e in nodes(root):
+    for e in nodes(*roots):
+        if e in names:
+            continue
         if e.op == "constant":
             names[e] = literal(e.value, e.dtype)  # type: ignore[arg-type]
         elif e.op == "input" and e.dtype != "f64" and e.value != "score":
@@ -151,7 +212,22 @@ def body(
                 rounds[e] = line
             else:
                 lines.append((name, line))
-    return "\n".join([*_used(lines, {names[root]}), f"        return static_cast<{result}>({names[root]});"])
+    results = [names[root] for root in roots]
+    return _used(lines, set(results)), results
+
+
+def _with_angles(roots: Sequence[Expression], head: Sequence[Expression]) -> list[Expression]:
+    """The roots with f32 sines, cosines and tangents as functions of an ``angle``: they share its range reduction."""
+    new: dict[Expression, Expression] = {e: e for e in head}
+    for e in nodes(*roots):
+        if e in new:
+            continue
+        operands = [new[operand] for operand in e.operands]
+        if e.op in ("sin", "cos", "tan") and e.dtype == "f32":
+            new[e] = make(f"{e.op}_of", e.dtype, (make("angle_of", "angle", operands),))
+        else:
+            new[e] = make(e.op, e.dtype, operands, e.value)
+    return [new[root] for root in roots]
 
 
 def _loop(e: Expression, name: str, term: str, rounds: dict[Expression, str]) -> str:
@@ -203,7 +279,7 @@ def _text(e: Expression, a: list[str], ranges: Known, short: bool) -> str:
         return text
     if op in ("mul", "div") and (text := _scaled_score(e, a)):
         return text
-    if op == "detach":
+    if op in ("detach", "with_gradient_of"):
         return a[0]
     if op == "where":
         return f"{a[0]} ? {a[1]} : {a[2]}"

@@ -52,7 +52,7 @@ def _load(tensor: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _operation(e: Expression, operands: list[torch.Tensor]) -> torch.Tensor:
-    if e.op in ("cast", "detach"):
+    if e.op in ("cast", "detach", "with_gradient_of"):
         return operands[0].to(torch_type(e.dtype))
     if e.op == "truncdiv":
         return torch.div(*operands, rounding_mode="trunc")

@@ -34,6 +34,7 @@ OPERATIONS: dict[str, str] = {
     "where": "bool, same, same",
     "cast": "any -> any",
     "detach": "any -> same",
+    "with_gradient_of": "float2 -> same",
 }
 """Every operation that an expression may hold besides its leaves (``input``, ``constant``, ``integer``, ``load``)."""
 

@@ -123,7 +123,8 @@ class Program:
         """CUDA C++ of :data:`HEADER`: ``struct ProgramParams`` and ``struct Program``, scalar and inlined.
 
         ``Program::score`` takes ``q·k`` and its scale, the pair, and its distance kv − q again, in two parts. What it
-        returns is multiplied by ``FACTOR``. ``derivative`` takes the same, and dS is multiplied by its result.
+        returns is multiplied by ``FACTOR``. With a further argument it also gives its derivative, by which dS is
+        multiplied. Both take what ``Program::head`` gives for the pair's head.
 
         Args:
             approximate: whether tanh in the score and its derivative has a relative error of 2^-11, a quarter of
@@ -144,13 +145,15 @@ class Program:
         factor, score = (1.0, None) if self.score is None else device_text.factor_of(self.score)
         sizes = {"N": max(1, len(self.captured)), "D": max([1, *(t.ndim for t in self.captured)])}
         types = tuple(t.dtype for t in self.captured)
-        identity, one, always = (f"        return {value};" for value in ("product * scale", "1.f", "true"))
+        identity, always = (f"        return {value};" for value in ("product * scale", "true"))
+        head = device_text.head_values(*(e for e in (score, self.derivative) if e is not None))
+        call = types, "float", True, approximate, head
         mask = loops.rolled(self.mask) if rolled and self.mask is not None else self.mask
         bodies = {
-            "SCORE": identity if score is None else device_text.body(score, types, "float", True, approximate),
-            "DERIVATIVE": one
-            if self.derivative is None
-            else device_text.body(self.derivative, types, "float", True, approximate),
+            "SCORE": identity if score is None else device_text.body(score, *call),
+            "BOTH": identity if score is None else device_text.body(score, *call, self.derivative),
+            "MEMBERS": device_text.head_struct(head),
+            "HEAD": device_text.head_body(head, types, approximate),
             "VISIBLE": always if mask is None else device_text.body(mask, types, "bool"),
         }
         bodies["FACTOR"] = device_text.literal(factor, "f32")
@@ -268,7 +271,7 @@ struct ProgramParams {
 
 struct Program {
     static constexpr bool HAS_SCORE = @HAS_SCORE@, HAS_MASK = @HAS_MASK@;
-    // Whether dS must be multiplied by derivative(), which is 1 otherwise.
+    // Whether dS must be multiplied by the derivative, which is 1 otherwise.
     static constexpr bool HAS_DERIVATIVE = @HAS_DERIVATIVE@;
 
     // Whether score() reads `distance`.
@@ -285,13 +288,22 @@ struct Program {
 @SLOPE@
     }
 
-    static __device__ __forceinline__ float score(const ProgramParams& p, float product, float scale, int b, int h,
-                                                  int q, int kv, program::Distance distance) {
+    // What score() and its derivative have of a head, so that it is computed once for many pairs.
+    struct Head {
+@MEMBERS@
+    };
+    static __device__ __forceinline__ Head head(const ProgramParams& p, int b, int h) {
+@HEAD@
+    }
+    static __device__ __forceinline__ float score(const ProgramParams& p, const Head& head, float product, float scale,
+                                                  int b, int h, int q, int kv, program::Distance distance) {
 @SCORE@
     }
-    static __device__ __forceinline__ float derivative(const ProgramParams& p, float product, float scale, int b, int h,
-                                                       int q, int kv, program::Distance distance) {
-@DERIVATIVE@
+    // The score and, where HAS_DERIVATIVE, its derivative, which share what they have in common.
+    static __device__ __forceinline__ float score(const ProgramParams& p, const Head& head, float product, float scale,
+                                                  int b, int h, int q, int kv, program::Distance distance,
+                                                  float& derivative) {
+@BOTH@
     }
     static __device__ __forceinline__ bool visible(const ProgramParams& p, int b, int h, int q, int kv) {
 @VISIBLE@

@@ -6,12 +6,11 @@ Operations take them element by element, and a reduction makes a scalar of one: 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from flashlane.flex import aten
-from flashlane.flex.expression import FLOATING, Expression, binary, cast, constant, make, unary, where
+from flashlane.flex.expression import FLOATING, Expression, binary, cast, constant, make, where
 
 MOST_IN_ROW = {"score_mod": 8, "mask_mod": 64}
 """The largest number of elements of a row. Each is code of the kernel, in a score for each of a thread's pairs."""
@@ -109,16 +108,13 @@ def _reduced(name: str, args: list[Any], kwargs: dict[str, Any], dtype: str, lif
 def _shared(elements: list[Expression], extreme: Expression) -> Expression:
     """The extreme of a row, whose gradient goes to all elements equal to it in equal parts, as torch's does.
 
-    Each such element adds itself less its own value, which is 0 with a derivative of 1.
+    Their mean has that gradient.
     """
     zero, one = constant(0.0, extreme.dtype), constant(1.0, extreme.dtype)
     extreme_value = make("detach", extreme.dtype, [extreme])
-    step = count = zero
+    total = count = zero
     for each in elements:
-        value = make("detach", each.dtype, [each])
-        equal = binary("eq", value, extreme_value)
-        step = binary("add", step, where(equal, binary("sub", each, value), zero))
+        equal = binary("eq", make("detach", each.dtype, [each]), extreme_value)
+        total = binary("add", total, where(equal, each, zero))
         count = binary("add", count, where(equal, one, zero))
-    shared = binary("add", extreme_value, binary("div", step, count))
-    finite = binary("lt", unary("abs", extreme_value), constant(math.inf, extreme.dtype))
-    return where(finite, shared, extreme)
+    return make("with_gradient_of", extreme.dtype, [extreme, binary("div", total, count)])

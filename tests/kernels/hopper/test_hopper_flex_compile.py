@@ -133,6 +133,55 @@ def test_hidden_keys_of_a_consumer_have_a_shorter_step_and_spill_nothing(head_di
     assert products[0] - products[1] == config.block_n // 16, "the shorter step has the products of dQ alone"
 
 
+FUNCTIONS = {
+    "sin": (lambda s, b, h, q, k: s.sin(), 4200),
+    "tan": (lambda s, b, h, q, k: s.tan(), 4600),
+    "rows, amax": (lambda s, b, h, q, k: s + (ROWS[h] + s).amax(), 5200),
+}
+"""Scores, and a bound of the instructions of their kernels, forward and backward: NVRTC's time grows with these."""
+ROWS = torch.randn(2, 8)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_scores_of_many_operations_are_short_kernels(name: str) -> None:
+    """Range reductions of large angles are a function that is there once, and calls of it do not serialise products."""
+    function, most = FUNCTIONS[name]
+    program = bind(function, None, CPU, "f32")[0]
+    of = replace(problem(128), seqlen_q=4096, seqlen_k=4096, window_right=0)
+    forward = run_forward.config_of(of, program, None).source()
+    backward = run_backward.config_of(of, program, None).gradient_sources()[0]
+    for source in (forward, backward):
+        compiled = jit.compile(source, ARCH)
+        assert not [line for line in compiled.report.warnings if "spill" not in line]
+        assert compiled.report.spills <= SPILLS
+        counts = jit.instruction_counts(compiled.cubin)
+        if counts is None:
+            pytest.skip("no disassembler")
+        assert sum(counts.values()) <= most, counts
+
+
+@pytest.mark.parametrize("block", [None, (128, 128)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["sin", "tan"])
+def test_a_call_in_the_softmax_leaves_the_output_that_is_being_computed(
+    name: str, head_dim: int, block: tuple[int, int] | None
+) -> None:
+    """P·V is in flight while scores are computed: a function that saved and restored its registers would undo it."""
+    program = bind(FUNCTIONS[name][0], documents if block else None, CPU, "f32")[0]
+    config = run_forward.config_of(problem(head_dim), program, block, block is not None)
+    text = jit.disassemble(jit.compile(config.source(), ARCH).cubin)
+    if text is None:
+        pytest.skip("no disassembler")
+    kernel, function = re.split(r"angle_of_large\w*:\n", text)
+    products = re.findall(r"HGMMA\.64x(\d+)x16\S* R(\d+), R\d+,", kernel)
+    assert products, "P is in registers"
+    output = {register for n, first in products for register in range(int(first), int(first) + int(n) // 2)}
+    results = re.findall(r"/ +(?:@!?\w+ )?([A-Z][\w.]*) (?:U?P\d, )*R(\d+),", function.split("RET")[0])
+    written = {int(first) + i for op, first in results for i in range(1 + bool(re.search("64|WIDE", op)))}
+    assert len(output) == max(int(n) for n, _ in products) // 2
+    assert len(written) > 4 and not output & written
+
+
 @pytest.mark.parametrize(("score", "longest", "spills"), [("linear", 128, SPILLS), ("abs", 112, 0), ("tanh", 112, 0)])
 def test_steps_of_small_head_dims_without_lists_are_long_and_do_not_spill(
     score: str, longest: int, spills: int

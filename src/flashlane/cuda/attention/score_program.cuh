@@ -15,10 +15,11 @@ __device__ __forceinline__ void transform_by_program(const ProgramParams& params
     const auto distance = [&](int i) {
         return program::Distance{first, static_cast<float>(accumulator_column(i) - 8 * (i / 2 % 2))};
     };
+    const Program::Head of_head = Program::head(params, batch, head);
 #pragma unroll
     for (int i = 0; i < N; ++i)
-        s[i] = Program::score(params, s[i], scale, batch, head, query + 8 * (i / 2 % 2), key + accumulator_column(i),
-                              distance(i));
+        s[i] = Program::score(params, of_head, s[i], scale, batch, head, query + 8 * (i / 2 % 2),
+                              key + accumulator_column(i), distance(i));
 }
 
 // Adds slope · (key − query) to the products of such an accumulator, where the program is linear; both are in units of
@@ -80,16 +81,19 @@ __device__ __forceinline__ void mask_by_bits(float (&s)[N], int first, const uin
 // The probability of a pair of a query and a key of one head, as the backward recomputes it.
 struct PairProgram {
     const ProgramParams& params;
+    const Program::Head of_head;
     float scale;
     int batch, head;
+
+    __device__ __forceinline__ PairProgram(const ProgramParams& params, float scale, int batch, int head)
+        : params(params), of_head(Program::head(params, batch, head)), scale(scale), batch(batch), head(head) {}
 
     // The probability, from the product q·k and the row's −LSE in base 2, and the derivative of the pair's score.
     __device__ __forceinline__ float probability(float product, float minus_lse, int query, int key,
                                                  program::Distance distance, float& derivative) const {
         if constexpr (!Program::HAS_SCORE) return ex2(fmaf(product, scale * LOG2_E, minus_lse));
-        if constexpr (Program::HAS_DERIVATIVE)
-            derivative = Program::derivative(params, product, scale, batch, head, query, key, distance);
-        return ex2(fmaf(Program::score(params, product, scale, batch, head, query, key, distance),
-                        Program::FACTOR * LOG2_E, minus_lse));
+        const float score =
+            Program::score(params, of_head, product, scale, batch, head, query, key, distance, derivative);
+        return ex2(fmaf(score, Program::FACTOR * LOG2_E, minus_lse));
     }
 };

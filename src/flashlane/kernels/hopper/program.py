@@ -12,9 +12,11 @@ struct Program {
     static constexpr float FACTOR = 1.f, GAIN = 1.f, CENTRE = 0.f;
     using Params = const ProgramParams&;
     using Distance = program::Distance;
-    static __device__ float score(Params, float x, float scale, int, int, int, int, Distance) { return x * scale; }
+    struct Head {};
+    static __device__ Head head(Params, int, int) { return {}; }
+    static __device__ float score(Params, Head, float x, float, int, int, int, int, Distance) { return x; }
+    static __device__ float score(Params, Head, float x, float, int, int, int, int, Distance, float&) { return x; }
     static __device__ float slope(Params, int, int) { return 0.f; }
-    static __device__ float derivative(Params, float, float, int, int, int, int, Distance) { return 1.f; }
     static __device__ bool visible(Params, int, int, int, int) { return true; }
 };
 """

@@ -65,6 +65,7 @@ def forward(
     documents: Documents | None = None,
     *,
     config: HopperConfig | None = None,
+    needs_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention whose scores and mask are a program. Rows that see no key are 0, and their LSE is −∞.
 
@@ -81,6 +82,8 @@ def forward(
         window: keys to the left and right that a query sees, −1 for all, aligned by the first; only without a mask.
         documents: packed in the one batch row; only without a score, a mask, a window and a configuration.
         config: the configuration to run, or None for the table's.
+        needs_backward: whether :func:`backward` will follow. Where a program's or lists' forward is compiled, its
+            kernels are compiled at the same time.
 
     Returns:
         The output ``(b, sq, h, dv)``, whose axes lie in memory in the order of q's, and the LSE, f32 ``(b, h, sq)``.
@@ -95,7 +98,7 @@ def forward(
         return run_packed.forward(*operands, documents, scale)
     if config is None and _is_plain(program, block_mask):
         return run_plain.forward(*operands, scale, window)
-    return run_forward.run(*operands, program, captured, block_mask, scale, window, config)
+    return run_forward.run(*operands, program, captured, block_mask, scale, window, config, needs_backward)
 
 
 def backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -13,8 +14,9 @@ import torch
 from flashlane.core.problem import AttentionProblem
 from flashlane.flex.layout import empty_in_order
 from flashlane.flex.program import Arguments
-from flashlane.jit import launch, shared_limit, tensormap
+from flashlane.jit import alongside, compile_together, launch, shared_limit, tensormap
 from flashlane.kernels.hopper.arch import ARCH, L2_BYTES, SMS
+from flashlane.kernels.hopper.flex import run_backward
 from flashlane.kernels.hopper.flex.masks import forward_lists, unit_mask
 from flashlane.kernels.hopper.flex.problem import (
     BlockMask,
@@ -137,7 +139,7 @@ def _plan_of(
 
 def run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program, captured: Any, block_mask: BlockMask | None,
-    scale: float, window: Window, config: HopperConfig | None,
+    scale: float, window: Window, config: HopperConfig | None, needs_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """:func:`~flashlane.kernels.hopper.flex.forward` of ``(b, s, h, d)`` tensors that TMA can read."""
     problem = problem_of(q, k, v, scale, window)
@@ -154,6 +156,12 @@ def run(
             f"config has n-blocks of {config.block_n} keys; they must divide the mask's blocks of {block[1]}"
         )
     arguments = kernel_arguments(program, captured, bits)
+
+    def compile_backward() -> None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        of = problem_of(q, k, v, scale, window, deterministic)
+        compile_together(run_backward.config_of(of, program, block, bits).sources(), ARCH)
+
     plan = _plan_of(config, problem, q, k, v, out, arguments)
     lists = None if in_units is None else forward_lists(in_units, config)
 
@@ -162,7 +170,8 @@ def run(
         if lists is not None:
             params.lists = lists.params
 
-    with launch.on_device(plan.device):
+    together = alongside(compile_backward) if needs_backward else contextlib.nullcontext()
+    with launch.on_device(plan.device), together:
         plan.launch(q, k, v, out, lse, (q.data_ptr(), k.data_ptr(), v.data_ptr()), complete=complete)
     return out, lse
 

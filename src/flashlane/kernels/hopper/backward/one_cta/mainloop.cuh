@@ -407,7 +407,7 @@ struct Consumer {
         const u32 lse = SMEM(lse) + q_stage() * STAT_BYTES + lane % 4 * 8;
         const int batch = tile_coordinates(base, tiles % TILE_STAGES).batch, head = step_queries(base, q_stage()).head;
         const ScorePosition at = position();
-        const PairProgram pairs{p.program, p.score.scale_log2 * LN_2, batch, head};
+        const PairProgram pairs(p.program, p.score.scale_log2 * LN_2, batch, head);
         const float first = program::float_of_position(at.key - at.query);
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
