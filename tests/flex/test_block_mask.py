@@ -276,12 +276,20 @@ def test_named_masks_of_no_tokens_have_no_blocks() -> None:
         assert not found.kv_num_blocks.any() and found.seq_lengths == lengths
 
 
-def test_lists_of_batches_and_heads_that_do_not_matter_are_views() -> None:
+@pytest.mark.parametrize("most_copied", [0, 4 * 3 * 3 * 3])
+def test_lists_of_batches_and_heads_that_do_not_matter_are_views(
+    most_copied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All counts, by which heads are known to share their lists, and long lists of indices; short ones are copies."""
+    monkeypatch.setattr(module, "MOST_COPIED", most_copied)
     mask = flashlane.create_block_mask(lambda b, h, q, kv: q >= kv + h, 4, 3, 300, 300, "cpu")
     narrow = blocks.narrowed(mask)
     assert narrow is blocks.narrowed(mask) and narrow.kv_indices.shape == narrow.q_indices.shape == (1, 3, 3, 3)
     assert blocks.narrowed(narrow) is narrow and torch.equal(blocks.states(narrow), blocks.states(mask)[:1])
-    assert mask.kv_indices.shape == (4, 3, 3, 3) and mask.kv_indices.stride(0) == 0 and mask.kv_indices.stride(1) != 0
+    assert mask.kv_indices.shape == (4, 3, 3, 3) and mask.kv_indices.stride(1) != 0
+    assert mask.kv_num_blocks.stride(0) == 0
+    for each in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices):
+        assert (each.stride(0) == 0) == (most_copied == 0) != each.is_contiguous()
 
 
 def test_intervals_that_touch_are_one() -> None:

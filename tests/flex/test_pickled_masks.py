@@ -139,7 +139,7 @@ def test_a_copy_has_the_order_of_writes_and_narrow_lists_of_its_own(way: str) ->
     narrow = blocks.narrowed(mask)
     other = COPIED[way](mask)
     assert other.dq_kv_order_spt is True
-    assert other.kv_indices.shape == (3, 2, 5, 5) and other.kv_indices.stride(0) == 0
+    assert other.kv_indices.shape == (3, 2, 5, 5) and other.kv_num_blocks.stride(0) == 0
     own = blocks.narrowed(other)
     assert own is blocks.narrowed(other) and own is not narrow and own.kv_indices.shape == (1, 2, 5, 5)
     assert torch.equal(blocks.states(own), blocks.states(narrow))

@@ -112,6 +112,17 @@ def test_paged_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(traced) == 2
 
 
+def test_paged_attention_takes_a_mask_whose_heads_share_their_lists() -> None:
+    """torch views the lists in another shape, which an expanded view has not."""
+    page = 8
+    pages = PagedAttention(B * S // page + 3, page, B, device="cpu")
+    for b in range(B):
+        pages.reserve(torch.tensor(b), torch.tensor(S))
+    of_heads, of_one = (flashlane.create_block_mask(lambda b, h, m, n: m >= n, B, n, S, S, "cpu", page) for n in (H, 1))
+    found, wanted = (pages.convert_logical_block_mask(mask).kv_indices for mask in (of_heads, of_one))
+    assert torch.equal(found, wanted.expand(B, H, -1, -1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gradients_of_captured_tensors_in_16_bits_are_sums_in_f32(dtype: torch.dtype) -> None:
     """Of one gate a head, as in PyTorch's test_head_specific_gate: its own formula sums in 16 bits and is far off."""

@@ -92,7 +92,8 @@ class Kernels:
 
         return repeat if self.repeats else None
 
-    def forward(self, q, k, v, program, captured, block_mask, scale, window, documents):
+    def forward(self, q, k, v, program, captured, block_mask, scale, window, documents, *, config=None,
+                needs_backward=False):  # fmt: skip
         self.called.append(("forward", block_mask))
         block_mask = as_lists(block_mask, window, documents, q, k)
         operands = (t.transpose(1, 2) for t in (q, k, v))

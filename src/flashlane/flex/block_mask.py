@@ -24,6 +24,8 @@ MOST_BLOCKS = 1 << 20
 """The largest number of blocks whose bounds are computed at one time."""
 MOST_PAIRS = 1 << 21
 """The number of pairs of which the mask is evaluated at one time; one block is always evaluated whole."""
+MOST_COPIED = 2**20
+"""Entries up to which a list of indices that is expanded to a batch or to heads is copied: 4 MiB."""
 
 
 def create_block_mask(
@@ -44,7 +46,7 @@ def create_block_mask(
     A named mask (``flashlane.flex.masks``) whose rows are column intervals is not evaluated at all. For any other mask
     interval arithmetic settles most blocks. The pairs of the others are evaluated, on a GPU by a generated kernel.
     Memory is that of the lists, which are int32, and a byte for each block. Where the mask does not depend on the
-    batch, or on the head, the lists are made once and expanded as views.
+    batch, or on the head, the lists are made once and expanded; as views, but for short lists of indices.
 
     Args:
         mask_mod: ``(b, h, q_idx, kv_idx) -> bool`` on scalars, or a named mask.
@@ -209,9 +211,15 @@ def _evaluated(
 
 
 def expanded(mask: BlockMask, sizes: tuple[int, int]) -> BlockMask:
-    """The block mask with its lists expanded, as views, to the batch size and the number of heads in ``sizes``."""
+    """The block mask with its lists expanded to the batch size and the number of heads in ``sizes``.
+
+    They are views, but short lists of indices are copies: code that takes torch's masks views them in other shapes, as
+    ``torch.nn.attention.experimental._paged_attention`` does. Counts are always views: :func:`blocks.narrowed` tells by
+    them that heads share their lists.
+    """
     lists = [getattr(mask, name) for name in blocks.LISTS]
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]) for t in lists]
+    lists = [t.contiguous() if t is not None and t.ndim == 4 and t.numel() <= MOST_COPIED else t for t in lists]
     return BlockMask(mask.seq_lengths, *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
 
 
