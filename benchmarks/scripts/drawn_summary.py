@@ -48,6 +48,7 @@ def join(folders: Sequence[Path], out: Path) -> list[Path]:
     names = sorted({path.name for folder in folders for path in folder.glob("drawn_*.json")})
     if not names:
         raise ValueError(f"--join is {', '.join(map(str, folders))}; no such folder has a file drawn_*.json")
+    out.mkdir(parents=True, exist_ok=True)
     for name in names:
         bodies = [read(folder / name) for folder in folders if (folder / name).is_file()]
         joined = dict(

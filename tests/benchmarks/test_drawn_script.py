@@ -443,12 +443,12 @@ def test_shares_of_several_processes_are_joined(
             for place in range(2)] == [[0, 2, 4], [1, 3]]  # fmt: skip
     assert run(script, monkeypatch, tmp_path / "whole", "--count", "5") == 0
     monkeypatch.setattr(
-        "sys.argv", ["drawn", "--out", str(tmp_path), "--join", str(tmp_path / "0"), str(tmp_path / "1")]
+        "sys.argv", ["drawn", "--out", str(tmp_path / "new"), "--join", str(tmp_path / "0"), str(tmp_path / "1")]
     )
     capsys.readouterr()
     assert script.main() == 0
     joined, whole = (
-        json.loads((folder / "drawn_forward_dense_1000.json").read_text()) for folder in (tmp_path, tmp_path / "whole")
+        json.loads((tmp_path / folder / "drawn_forward_dense_1000.json").read_text()) for folder in ("new", "whole")
     )
     assert [(row["number"], row["problem"]) for row in joined["rows"]] == [
         (row["number"], row["problem"]) for row in whole["rows"]

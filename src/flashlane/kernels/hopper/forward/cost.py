@@ -45,10 +45,10 @@ WAITING = 0.5
 """What the consumers that have rows wait for in an n-block, over what all consumers of a tile compute in it: where some
 have no rows, fewer products overlap with the softmax. Of D 64 and 128 a tile of 64 rows takes half as long as one of
 192 for as many keys."""
-PACKED_TILE = 1.7
+PACKED_TILE, PACKED_PAIR = 1.77, 1.0
 """Microseconds by which a tile of a whole group takes longer than one of a head with as many blocks: it loads Q and
-stores the output as rows of several heads. Three problems of two ranks, timed both ways, gave 1.2, 1.8 and 2.1
-(docs/notebook/0050-the-end-of-a-launch.md)."""
+stores the output as rows of several heads, of which a pair takes less than larger groups. Medians of 63 problems timed
+both ways; three problems of two ranks gave 1.2, 1.8 and 2.1 (docs/notebook/0050-the-end-of-a-launch.md)."""
 PARTIAL_RATE = 3.5e6
 """Bytes a microsecond in which partial results in f32 are written, and read again to combine them."""
 
@@ -125,7 +125,9 @@ def _coefficients_of(head_dim: int, columns_v: int, shape: TileShape) -> Coeffic
 
 def with_packing(one: Coefficients, config: HopperConfig) -> Coefficients:
     """The coefficients of a shape, of which a tile may have the rows of several heads."""
-    return replace(one, tile=one.tile + PACKED_TILE) if config.pack_gqa > 1 else one
+    if config.pack_gqa == 1:
+        return one
+    return replace(one, tile=one.tile + (PACKED_PAIR if config.packed_heads == 2 else PACKED_TILE))
 
 
 def products_of(rows: int, keys: int, one: ShapeClass) -> float:
