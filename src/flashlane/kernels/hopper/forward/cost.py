@@ -252,11 +252,11 @@ def reading(problem: AttentionProblem, config: HopperConfig, shares: np.ndarray 
     width, keys = (problem.head_dim + config.columns_v) * problem.dtype.itemsize, problem.seqlen_k
     if problem.window_left >= 0:
         keys = min(keys, problem.seqlen_q + problem.window_left + max(0, problem.window_right))
-    megabytes = problem.batch * problem.kv_heads * keys * width / 1e6
-    if megabytes <= L2_MIB:
+    size = problem.batch * problem.kv_heads * keys * width
+    if size <= L2_MIB * 2**20:
         return 0.0
     paces = 1 if np.ndim(shares) == 0 else len(np.unique(shares))
-    return paces * megabytes / copy_rate(problem.arch)
+    return paces * size / 1e6 / copy_rate(problem.arch)
 
 
 def overlapped(tiles: float, reading: float) -> float:
