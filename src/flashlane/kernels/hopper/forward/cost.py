@@ -184,8 +184,8 @@ class Launch:
         if self.problem.varlen:
             return self.least(heads_per_section)
         section = min(self.heads, heads_per_section)
-        heads, section = self.heads * self.splits, section * self.splits
-        time = until_done(self.costs, heads, section, self.workers, self._slowdown(section // self.splits))
+        heads, run = self.heads * self.splits, section * self.splits
+        time = until_done(self.costs, heads, run, self.workers, self._slowdown(section))
         return self._launches(self.splits) + overlapped(time * self.power, self._reading)
 
     def least(self, heads_per_section: int) -> float:

@@ -120,8 +120,11 @@ def _launches(problem: AttentionProblem) -> list[cost.Launch]:
 
 
 def _packings(problem: AttentionProblem, shape: tiles.TileShape) -> tuple[tile_scheduler.PackedHeads | None, ...]:
-    """The heads of a group that a tile of a shape may pack; None stands for what :func:`specialise` takes."""
-    if problem.group == 1 or not splits_are_predicted(problem):
+    """The heads of a group that a tile of a shape may pack; None stands for what :func:`specialise` takes.
+
+    Slopes were not timed in packed tiles: those of several heads cost the loop an instruction more.
+    """
+    if problem.group == 1 or problem.alibi or not splits_are_predicted(problem):
         return (None,)
     return tile_scheduler.packings(problem, CONSUMER_ROWS * shape.consumers)
 
@@ -153,8 +156,7 @@ def _with_splits(
         able = [n for n in numbers if launch.least_of_splits(n) * CLOSE <= limit]
         if able:
             config, problem = launch.config, launch.problem
-            in_kernel = tile_scheduler.combines_in_kernel(min(problem.seqlen_q * config.pack_gqa, config.block_m))
-            config = replace(config, split=True, combine_in_kernel=in_kernel)
+            config = replace(config, split=True, combine_in_kernel=_combines_in_kernel(config, problem))
             found += [cost.Launch(problem, config, n, launch.blocks) for n in able]
     return found
 
@@ -265,11 +267,14 @@ def config_of_shape(
 ) -> HopperConfig:
     """A tile with what a problem needs; for the packing see :func:`specialise`."""
     config = specialise(_config_of(shape, problem.dtype_name, problem.head_dim, problem.head_dim_v), problem, packing)
-    if config.combine_in_kernel:
-        rows = min(problem.seqlen_q * config.pack_gqa, config.block_m)
-        if not tile_scheduler.combines_in_kernel(rows):
-            config = replace(config, combine_in_kernel=False)
+    if config.combine_in_kernel and not _combines_in_kernel(config, problem):
+        config = replace(config, combine_in_kernel=False)
     return config
+
+
+def _combines_in_kernel(config: HopperConfig, problem: AttentionProblem) -> bool:
+    """Whether the launch that makes the parts of a tile combines them, by the rows that exist of a tile."""
+    return tile_scheduler.combines_in_kernel(min(problem.seqlen_q * config.pack_gqa, config.block_m))
 
 
 @functools.lru_cache(maxsize=1024)
