@@ -55,6 +55,11 @@ class ScoreConfig:
         return self.softcap
 
     @property
+    def differs_by_head(self) -> bool:
+        """Whether what is done to each score differs from head to head, of which a tile may pack several."""
+        return self.alibi
+
+    @property
     def registers_per_score(self) -> int:
         """How many modifiers keep values besides the scores in registers."""
         return self.softcap + self.alibi

@@ -122,9 +122,9 @@ def _launches(problem: AttentionProblem) -> list[cost.Launch]:
 def _packings(problem: AttentionProblem, shape: tiles.TileShape) -> tuple[tile_scheduler.PackedHeads | None, ...]:
     """The heads of a group that a tile of a shape may pack; None stands for what :func:`specialise` takes.
 
-    Slopes were not timed in packed tiles: those of several heads cost the loop an instruction more.
+    Modifiers that differ by head were not timed in packed tiles, where they cost the loop an instruction more.
     """
-    if problem.group == 1 or problem.alibi or not splits_are_predicted(problem):
+    if problem.group == 1 or ScoreConfig.of(problem).differs_by_head or not splits_are_predicted(problem):
         return (None,)
     return tile_scheduler.packings(problem, CONSUMER_ROWS * shape.consumers)
 
