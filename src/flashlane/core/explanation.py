@@ -95,8 +95,7 @@ class Explanation:
         """Why a kernel that could run does not: by how much it is predicted to be slower, or its place."""
         ours, theirs = self.predicted.get(self.chosen), self.predicted.get(tag)
         if ours and theirs:
-            percent = 100 * (theirs / ours - 1)
-            return f"ranked lower, predicted {abs(percent):.0f} % {'slower' if percent >= 0 else 'faster'}"
+            return f"ranked lower, predicted {_compared(theirs, ours, 0)}"
         return "can run; ranked lower " + (f"(places {place} to {place + others})" if others else f"(place {place})")
 
     def _head(self) -> str:
@@ -116,8 +115,8 @@ class Explanation:
     def _configurations(self) -> Iterable[str]:
         """What the chosen kernel's cost model compared."""
         for number, (words, ms) in enumerate(self.configurations[:SHOWN_CONFIGURATIONS]):
-            slower = 100 * (ms / self.configurations[0][1] - 1)
-            told = f"predicted {slower:.1f} % slower" if number else f"runs, predicted {ms:.3g} ms"
+            compared = _compared(ms, self.configurations[0][1], 1)
+            told = f"predicted {compared}" if number else f"runs, predicted {ms:.3g} ms"
             yield textwrap.fill(f"{words}: {told}", ROOM, initial_indent="  ", subsequent_indent="    ")
 
     def _groups(self) -> Iterable[tuple[str, list[str]]]:
@@ -149,6 +148,14 @@ class Explanation:
             yield textwrap.fill(line, ROOM, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
         if self.unlisted and not self.named:
             yield f"  {self.unlisted} further variants run only when named: flashlane explain --show-all"
+
+
+def _compared(ms: float, chosen_ms: float, digits: int) -> str:
+    """How much longer something takes than what was chosen, in words. Where a user chose, it may be faster."""
+    percent = f"{abs(100 * (ms / chosen_ms - 1)):.{digits}f}"
+    if not float(percent):
+        return "to be as fast"
+    return f"{percent} % {'slower' if ms > chosen_ms else 'faster'}"
 
 
 def _line(why: str, tags: list[str]) -> str:

@@ -195,11 +195,11 @@ class Launch:
         if self._least is None:
             self._least = least_makespan(self.costs, self.heads * self.splits, self.workers)
         slower = self.power * self._slowdown(min(self.heads, heads_per_section))
-        return self._launches(self.splits) + self._least * slower
+        return self._launches(self.splits) + overlapped(self._least * slower, self._reading)
 
     def least_of_splits(self, splits: int) -> float:
         """Microseconds that a launch with so many splits does not take less than, from this one without splits."""
-        return self._launches(splits) + least_makespan(self.costs, self.heads, self.workers)
+        return self._launches(splits) + overlapped(least_makespan(self.costs, self.heads, self.workers), self._reading)
 
     def _launches(self, splits: int) -> float:
         """Microseconds without tiles: of a launch, or where keys are split of two and of the partial results."""

@@ -16,6 +16,7 @@ from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig,
 from flashlane.kernels.memory_rate import copy_rate
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.seqlen import SeqlenConfig, page_box_rows
+from flashlane.kernels.tile_cost import TileBlocks
 
 PAGE_UNIT = 8
 """Rows of a swizzle's pattern. A box of a page has a multiple of it; where there is none the rows come by cp.async."""
@@ -116,7 +117,14 @@ def _launches(problem: AttentionProblem) -> list[cost.Launch]:
     found = [config_of_shape(shape, problem, packing) for shape in shapes for packing in _packings(problem, shape)]
     limit = shared_limit(ARCH)
     found = list(dict.fromkeys(config for config in found if config.shared_memory <= limit)) or found[:1]
-    return [cost.Launch(problem, config, splits_of(problem, config) if config.split else 1) for config in found]
+    walked: dict[tuple[int, ...], TileBlocks] = {}  # shapes that differ otherwise have tiles of the same blocks
+    launches = []
+    for config in found:
+        size = config.block_m, config.block_n, config.pack_gqa, config.consumers
+        splits = splits_of(problem, config) if config.split else 1
+        launches.append(cost.Launch(problem, config, splits, walked.get(size)))
+        walked[size] = launches[-1].blocks
+    return launches
 
 
 def _packings(problem: AttentionProblem, shape: tiles.TileShape) -> tuple[tile_scheduler.PackedHeads | None, ...]:
@@ -313,11 +321,14 @@ def specialise(
     gather = seqlen.paged and (config.gather or _must_gather(problem))
     rows = config.cta_rows
     packed = tile_scheduler.packed_heads_of(problem, rows) if packing is None else packing
-    config = replace(config, packed_heads=packed.heads, pack_gqa=packed.rows)
-    split = splits_of(problem, replace(config, cluster=1)) > 1
+    single = {"packed_heads": packed.heads, "pack_gqa": packed.rows, "cluster": 1}
+    may_split = config.split or not splits_are_predicted(problem)
+    split = may_split and splits_of(problem, replace(config, **single)) > 1
     alone = split or not seqlen.dense or problem.seqlen_q * packed.rows <= rows
     return replace(
         config,
+        packed_heads=packed.heads,
+        pack_gqa=packed.rows,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
         score=ScoreConfig.of(problem),
