@@ -14,6 +14,8 @@ from flashlane.core.problem import FEATURES, AttentionProblem, Inputs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FASTER = (torch.float32, torch.bfloat16)
 """Where it is faster than ``tiled``: about twice and three times on two cores; in f16 they are about equal."""
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""torch hides a pair before it multiplies by the scale, and -inf times a scale of 0 or less does not hide it."""
 
 
 class CpuSdpaKernel(registry.Kernel):
@@ -39,6 +41,8 @@ class CpuSdpaKernel(registry.Kernel):
             return "it has no windows"
         if problem.causal and problem.seqlen_q != problem.seqlen_k:
             return f"its causal mask is of squares; seqlen_q is {problem.seqlen_q} and seqlen_k {problem.seqlen_k}"
+        if problem.causal and problem.scale < SMALLEST_SCALE:
+            return f"scale is {problem.scale:g}; its causal mask takes a positive scale only"
         return None if problem.seqlen_q and problem.seqlen_k else "it takes at least one query and one key"
 
     def preference(self, problem: AttentionProblem) -> float:
@@ -47,12 +51,17 @@ class CpuSdpaKernel(registry.Kernel):
 
     @torch.no_grad()
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-        q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
+        q, k, v = (_with_whole_rows(t).transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
         result, statistics = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, problem.causal, scale=problem.scale
         )
         out.copy_(result.transpose(1, 2))
         lse.copy_(statistics)
+
+
+def _with_whole_rows(t: torch.Tensor) -> torch.Tensor:
+    """A tensor ``(b, s, h, d)`` whose rows are contiguous and apart: torch's operator reads any other one wrongly."""
+    return t if t.stride(-1) == 1 and t.stride(1) >= t.shape[-1] else t.contiguous()
 
 
 registry.register(CpuSdpaKernel())
