@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import drawn_summary
 from markdown_parts import item, table, wrapped
 from result_tables import NOT_MEASURED, Result
 
+PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "flashinfer": "FlashInfer"}
+"""Peers of the rows, and their names."""
 PROTOCOLS = ("steady", "flushed")
 """In the order of the tables' figures."""
 KINDS = ("dense", "packed", "window", "decode", "cache")
@@ -93,8 +96,13 @@ def head_dims_table(results: Path) -> str:
     return table(("drawn, ahead in both protocols", *head), rows) if rows else NOT_MEASURED
 
 
-def absent_sentence(results: Path) -> str:
-    """Where FlashAttention-4 is absent, and why."""
+def absent_text(results: Path) -> str:
+    """Where FlashAttention-4 is absent, and why; and which peers ran in no problem of a kind."""
+    parts = [text for text in (_fa4_sentence(results), _never_ran(results)) if text]
+    return "\n".join(parts) or NOT_MEASURED
+
+
+def _fa4_sentence(results: Path) -> str:
     reasons: dict[str, set[int]] = {"gave a wrong result": set(), "did not run": set()}
     count = 0
     for _, body in judged(results):
@@ -105,7 +113,23 @@ def absent_sentence(results: Path) -> str:
                     row["sizes"]["head_dim"]
                 )
     told = [f"it {what} at D {', '.join(map(str, sorted(dims)))}" for what, dims in reasons.items() if dims]
-    return wrapped(f"FlashAttention-4 is absent from {count} problems: {'; '.join(told)}.") if count else NOT_MEASURED
+    return wrapped(f"FlashAttention-4 is absent from {count} problems: {'; '.join(told)}.") if count else ""
+
+
+def _never_ran(results: Path) -> str:
+    """An item for each reason why a peer ran in no problem of some lists, and one for problems without any peer."""
+    never: dict[tuple[str, str], list[str]] = {}
+    alone = []
+    for what, rows in _lines(results)[1].items():
+        for peer, name in PEERS.items():
+            reasons = Counter(row["absent"][peer] for row in rows if peer in row.get("absent", {}))
+            if reasons and reasons.total() == len(rows):
+                never.setdefault((name, reasons.most_common(1)[0][0]), []).append(f"*{what}*")
+        if without := sum(not row.get("ratio") for row in rows):
+            alone.append(f"{without} of {len(rows)} in *{what}*")
+    told = [f"{name} ran in no problem of {', '.join(kinds)}: {why}." for (name, why), kinds in never.items()]
+    told += [f"Problems that no peer ran are not counted above: {', '.join(alone)}."] if alone else []
+    return "".join(map(item, told))
 
 
 def files_list(results: Path) -> str:
@@ -163,17 +187,40 @@ def run_sentence(results: Path) -> str:
     cudnn = re.sub(r"^(\d+)(\d\d)(\d\d)$", lambda m: f"{int(m[1])}.{int(m[2])}", str(where["cudnn"]))
     dates = sorted({body["environment"]["date"][:10] for body in bodies})
     versions = f"torch {torch} for CUDA {cuda}, cuDNN {cudnn} and FlashAttention-4 {where['flash-attn-4']}"
-    return wrapped(f"Each problem was measured on one {main} with {versions} ({', '.join(dates)}).")
+    share = re.search(r"--share \d+/(\d+)", str(where.get("command")))
+    where_run = f"one of {share[1]} {main} of a host" if share else f"one {main}"
+    return wrapped(f"Each problem was measured on {where_run} with {versions} ({', '.join(dates)}).")
+
+
+SHORT_MS = 0.2
+"""Backwards that take less wait for the host."""
+
+
+def short_sentence(results: Path) -> str:
+    """How often FlashAttention-2 is ahead in short backwards."""
+    main = main_device(body for _, body in judged(results))
+    rows = [row for _, body in judged(results) if body["direction"] == "backward" and _device(body) == main
+            for row in body["rows"]]  # fmt: skip
+    if not rows:
+        return NOT_MEASURED
+    counts = []
+    for protocol in PROTOCOLS:
+        ratios = [row["ms"]["fa2"][protocol] / row["ms"]["flashlane"][protocol] for row in rows
+                  if "fa2" in row["ms"] and row["ms"]["flashlane"][protocol] < SHORT_MS]  # fmt: skip
+        counts.append(f"in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} ({protocol})")
+    told = f"Backwards that take less than {SHORT_MS} ms wait for the host: FlashAttention-2 is ahead"
+    return wrapped(f"{told} {' and '.join(counts)} of those in which it was timed.")
 
 
 PARTS: Mapping[str, Callable[[Path], str]] = {
     "drawn": summary_table,
     "drawn-worst": worst_table,
     "drawn-dims": head_dims_table,
-    "drawn-absent": absent_sentence,
+    "drawn-absent": absent_text,
     "drawn-files": files_list,
     "drawn-behind": behind_sentence,
     "drawn-run": run_sentence,
+    "drawn-short": short_sentence,
 }
 """The generated part of each name."""
 

@@ -5,13 +5,13 @@
 
 A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is ``kernels`` (the registry),
 ``features`` (the registry next to what other libraries document, benchmarks/scripts/features.json), ``standing`` (where
-the committed results lead and where they trail), ``drawn`` and others of drawn_tables.py (drawn problems),
-``first-call`` (what a process's first call takes), ``mma-shapes`` (what the mma family's heuristic picks),
-``mma-holes`` (where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json as the table that its format
-has. ``bench:FILE/VIEW`` takes another view of it: ``designs`` and ``logs-columns`` of a file that ``flashlane bench``
-or baseline.py wrote, ``logs`` of that of baseline_logs.py, ``ceilings`` and ``rows`` of that of lessons_gpu.py,
-``grid`` (or ``grid-backward``, ``grid-both``), ``rows`` and ``targets`` of those of hopper_forward.py and
-hopper_backward.py. A file that is not there leaves a line that says so.
+the committed results lead and where they trail), ``suite-steps`` (training steps slower than with SDPA), ``drawn`` and
+others of drawn_tables.py (drawn problems), ``first-call`` (what a process's first call takes), ``mma-shapes`` (what the
+mma family's heuristic picks), ``mma-holes`` (where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json
+as the table that its format has. ``bench:FILE/VIEW`` takes another view of it: ``designs`` and ``logs-columns`` of a
+file that ``flashlane bench`` or baseline.py wrote, ``logs`` of that of baseline_logs.py, ``ceilings`` and ``rows`` of
+that of lessons_gpu.py, ``grid`` (or ``grid-backward``, ``grid-both``), ``rows`` and ``targets`` of those of
+hopper_forward.py and hopper_backward.py. A file that is not there leaves a line that says so.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import Any
 
 import drawn_tables
 from markdown_parts import table, wrapped
-from result_tables import DESIGNS, ROOT, bench_tables, standing
+from result_tables import DESIGNS, ROOT, bench_tables, slower_steps, standing
 
 MARKED = re.compile(
-    rf"(<!-- (kernels|features|standing|first-call|{'|'.join(drawn_tables.PARTS)}|mma-(?:shapes|holes)|"
+    rf"(<!-- (kernels|features|standing|suite-steps|first-call|{'|'.join(drawn_tables.PARTS)}|mma-(?:shapes|holes)|"
     r"bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n)"
     r".*?(<!-- \2:end -->)",
     re.DOTALL,
@@ -57,8 +57,8 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
         if f"<!-- {begin}:end -->" not in document:
             raise ValueError(f"{name} has <!-- {begin}:begin --> but no <!-- {begin}:end -->")
         if not MARKED.search(f"<!-- {begin}:begin -->\n<!-- {begin}:end -->"):
-            allowed = f"kernels, features, standing, first-call, {', '.join(drawn_tables.PARTS)}, mma-shapes, mma-holes"
-            allowed += " or bench:FILE[/VIEW]"
+            allowed = "kernels, features, standing, suite-steps, first-call, "
+            allowed += f"{', '.join(drawn_tables.PARTS)}, mma-shapes, mma-holes or bench:FILE[/VIEW]"
             raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be {allowed}")
 
     def part(match: re.Match[str]) -> str:
@@ -68,6 +68,8 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
             body = feature_table(ROOT / "benchmarks" / "scripts" / "features.json")
         elif match[2] == "standing":
             body = standing(results)
+        elif match[2] == "suite-steps":
+            body = slower_steps(results)
         elif match[2] == "first-call":
             body = first_call(results / "first_call.json")
         elif match[2] in drawn_tables.PARTS:
@@ -90,19 +92,17 @@ def first_call(path: Path) -> str:
         return f"{text}\n"
     body = json.loads(path.read_text(encoding="utf-8"))
     rows = {(row["case"], row["state"]): row for row in body["rows"] if "error" not in row}
-    both = [rows.get(("dense", state)) for state in ("empty", "full")]
-    if body["without_gpu"] or None in both:
-        return f"{text}\n"
-    forward = [f"{row['forward_ms']:.0f}" for row in both]
-    whole = [f"{row['forward_ms'] + row['backward_ms']:.0f}" for row in both]
-    text += f" In bf16 at head dim 128 that is {forward[0]} ms and {forward[1]} ms, with the backward {whole[0]} ms and"
-    text += f" {whole[1]} ms"
-    ptx, alone = rows.get(("dense", "ptx")), rows.get(("inference", "ptx"))
-    if ptx is not None and alone is not None:
-        text += "; with an empty cache and a wheel that has the kernels' PTX (`make wheel`),"
-        text += f" {alone['forward_ms']:.0f} ms without a gradient and {ptx['forward_ms'] + ptx['backward_ms']:.0f} ms"
-        text += " with the backward"
-    return wrapped(f"{text} ({body['environment']['device']}, `first_call.json`).")
+    told = []
+    for case, what in (("inference", "without a gradient"), ("dense", "with the backward")):
+        found = [rows.get((case, state)) for state in ("empty", "full", "ptx")]
+        if body["without_gpu"] or None in found:
+            return f"{text}\n"
+        both = (row["forward_ms"] + (row["backward_ms"] if case == "dense" else 0) for row in found if row)
+        told.append(" / ".join(f"{ms:.0f}" for ms in both) + f" ms {what}")
+    text += f" In bf16 at head dim 128 a call takes {' and '.join(told)}: with an empty cache, with a full one, and"
+    text += " with an empty one and a wheel of `make wheel`, which has the kernels' PTX"
+    where = body["environment"]
+    return wrapped(f"{text} ({where['device']}, `first_call.json`, {where['date'][:10]}).")
 
 
 # --- from the registry

@@ -22,7 +22,9 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def row(steady: float, flushed: float, absent: dict[str, str] | None = None, head_dim: int = 128) -> dict[str, Any]:
+    ours = {"steady": 0.1, "flushed": 0.3}
     return {
+        "ms": {"flashlane": ours, "fa2": {"steady": 0.1 * steady, "flushed": 0.3 * flushed}},
         "problem": f"P{steady:g}", "sizes": {"head_dim": head_dim}, "absent": absent or {},
         "ratio": {"steady": steady, "flushed": flushed},
         "best_peer": {"steady": "fa4", "flushed": "cudnn"},
@@ -96,11 +98,34 @@ def test_a_column_for_each_range_of_head_dims(tables: ModuleType, results: Path)
 
 
 def test_why_flash_attention_4_is_absent(tables: ModuleType, results: Path, tmp_path: Path) -> None:
-    told = tables.absent_sentence(results).strip()
+    told = tables.absent_text(results).strip()
     assert told == "FlashAttention-4 is absent from 1 problems: it did not run at D 128."
     file = tmp_path / "drawn_forward_dense_1.json"
     file.write_text(file.read_text().replace('"no"', '"WRONG: dq"'))
-    assert "it gave a wrong result at D 128" in tables.absent_sentence(tmp_path)
+    assert "it gave a wrong result at D 128" in tables.absent_text(tmp_path)
+
+
+def test_which_peers_never_ran_and_which_problems_had_none(tables: ModuleType, results: Path) -> None:
+    file = results / "drawn_forward_window_3.json"
+    body = json.loads(file.read_text())
+    body["rows"] = [
+        row(1.5, 1.5, {"cudnn": "it takes no mask", "fa2": "no"}),
+        row(1.5, 1.5, {"cudnn": "it takes none"}),
+    ]
+    del body["rows"][0]["ratio"]
+    file.write_text(json.dumps(body))
+    assert " ".join(tables.absent_text(results).split("\n\n")[1].split()) == (
+        "- cuDNN ran in no problem of *forward, window*: it takes no mask. - Problems that no peer ran are not counted"
+        " above: 1 of 2 in *forward, window*."
+    )
+
+
+def test_short_backwards_in_which_flash_attention_2_is_ahead(tables: ModuleType, results: Path) -> None:
+    told = " ".join(tables.short_sentence(results).split())
+    assert "ahead in 0 of 1 (steady) and in 0 of 0 (flushed)" in told
+    file = results / "drawn_backward_dense_2.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rows": [row(0.5, 0.5), row(2.0, 2.0)]}))
+    assert "ahead in 1 of 2 (steady)" in " ".join(tables.short_sentence(results).split())
 
 
 def test_the_newest_dense_file_decides_which_device_goes_without_its_name(tables: ModuleType, results: Path) -> None:

@@ -6,6 +6,7 @@ import importlib
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -70,19 +71,19 @@ def test_the_readme_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "first_call.json"
     plain = tables.first_call(path)
     assert not any(letter.isdigit() for letter in plain)
-    rows = [
-        {"case": "dense", "state": "empty", "forward_ms": 700.4, "backward_ms": 300.0},
-        {"case": "dense", "state": "full", "forward_ms": 31.0, "backward_ms": 12.2},
-    ]
-    found = {"without_gpu": True, "environment": {"device": "NVIDIA H200"}, "rows": rows}
+    rows: list[dict[str, Any]] = [
+        {"case": case, "state": state, "forward_ms": ms, "backward_ms": backward}
+        for case, state, ms, backward in (
+            ("dense", "empty", 700.4, 300.0), ("dense", "full", 31.0, 12.2), ("dense", "ptx", 400.0, 7.0),
+            ("inference", "empty", 690.0, None), ("inference", "full", 30.0, None), ("inference", "ptx", 350.0, None),
+        )
+    ]  # fmt: skip
+    found = {"without_gpu": True, "environment": {"device": "NVIDIA H200", "date": "2026-11-25T01:02"}, "rows": rows}
     path.write_text(json.dumps(found))
     assert tables.first_call(path) == plain, "what was timed without a GPU is no figure of a GPU"
+    path.write_text(json.dumps({**found, "without_gpu": False, "rows": rows[:-1]}))
+    assert tables.first_call(path) == plain, "one of the six is missing"
     path.write_text(json.dumps({**found, "without_gpu": False}))
     said = " ".join(tables.first_call(path).split())
-    assert "that is 700 ms and 31 ms, with the backward 1000 ms and 43 ms (NVIDIA H200" in said
-    rows.append({"case": "dense", "state": "ptx", "forward_ms": 400.0, "backward_ms": 7.0})
-    rows.append({"case": "inference", "state": "ptx", "forward_ms": 350.0})
-    path.write_text(json.dumps({**found, "without_gpu": False}))
-    said = " ".join(tables.first_call(path).split())
-    assert "1000 ms and 43 ms; with an empty cache and a wheel that has" in said
-    assert "PTX (`make wheel`), 350 ms without a gradient and 407 ms with the backward (NVIDIA H200" in said
+    assert "takes 690 / 30 / 350 ms without a gradient and 1000 / 43 / 407 ms with the backward: with an empty" in said
+    assert said.endswith("(NVIDIA H200, `first_call.json`, 2026-11-25).")

@@ -57,7 +57,7 @@ class Definition:
 
 FEW_ROWS = 64
 """The decode kernel is the fastest for up to so many rows (query tokens × heads of a group) that read the same keys.
-Above half of that number the Hopper kernel is faster where its tiles occupy half of the SMs."""
+Above half of that number the Hopper kernel is faster where its tiles, with their splits, are not too few."""
 DECODE, BEFORE_DECODE = 30.0, 31.0
 """The preference of the decode kernel, and that of the Hopper kernel where it is the faster one."""
 MODULES = (
