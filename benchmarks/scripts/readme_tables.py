@@ -29,7 +29,8 @@ from typing import Any
 
 import drawn_tables
 from markdown_parts import table, wrapped
-from result_tables import DESIGNS, ROOT, bench_tables, slower_steps, standing
+from result_tables import DESIGNS, ROOT, bench_tables, standing
+from suite_sentences import slower_steps
 
 MARKED = re.compile(
     rf"(<!-- (kernels|features|standing|suite-steps|first-call|{'|'.join(drawn_tables.PARTS)}|mma-(?:shapes|holes)|"

@@ -16,7 +16,7 @@ from typing import Any
 import flex_tables
 import foreign_tables
 import two_gpus_tables
-from markdown_parts import item, number, significant, table, wrapped
+from markdown_parts import number, significant, table, wrapped
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("torch", "cuda", "driver", "flashlane")
@@ -189,36 +189,6 @@ PEERS = {
     "flash-attn-4": "FlashAttention-4",
     "ffpa": "ffpa-attn",
 }
-
-
-MODEL_SUITES = ("suite_model", "suite_model_long")
-"""Results of the model suite: at N 1024, and at longer sequences."""
-
-
-def slower_steps(results: Path) -> str:
-    """An item of a list: the training steps of the model suite that take longer than with SDPA."""
-    slower, steps, when = [], 0, set()
-    for name in MODEL_SUITES:
-        path = results / f"{name}.json"
-        if not path.is_file():
-            continue
-        result = json.loads(path.read_text(encoding="utf-8"))
-        when.add(f"{result['environment']['device']}, {str(result['environment'].get('date'))[:10]}")
-        times = {(row["size"], row["seqlen"], row["attention"]): row.get("step_avg") for row in result["rows"]}
-        for suffix, how in (("", "eager"), ("+compile", "compiled")):
-            for (size, seqlen, attention), theirs in times.items():
-                ours = times.get((size, seqlen, f"auto{suffix}"))
-                if attention == f"sdpa{suffix}" and ours and theirs:
-                    steps += 1
-                    if theirs < ours:
-                        slower.append(f"`{size}` at N {seqlen} {how} {theirs / ours:.2f}")
-    if not steps:
-        return NOT_MEASURED
-    return item(
-        f"Training steps of the [model suite](suites.md#measured) are slower than with SDPA in {len(slower)} of {steps}"
-        f" ({'; '.join(sorted(when))}; speed over that with SDPA): {', '.join(slower) or 'none'}."
-        " Short steps are bound by the host."
-    )
 
 
 def standing(results: Path) -> str:

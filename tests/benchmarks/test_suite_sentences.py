@@ -13,7 +13,7 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "scripts"
 
 def test_steps_slower_than_with_sdpa_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    tables = importlib.import_module("result_tables")
+    tables = importlib.import_module("suite_sentences")
     assert tables.slower_steps(tmp_path) == tables.NOT_MEASURED
     steps = {"sdpa": 10.0, "auto": 12.5, "sdpa+compile": 8.0, "auto+compile": 6.0, "eager": 5.0}
     rows = [{"size": "sm", "seqlen": 1024, "attention": name, "step_avg": ms} for name, ms in steps.items()]
