@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.attention import flex_attention as torch_flex
 import flashlane
 from flashlane import jit
 from flashlane.flex import block_mask as module
-from flashlane.flex import blocks, device_blocks, masks
+from flashlane.flex import blocks, device_blocks, masks, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.intervals import Intervals, interval_mask_mod
 
@@ -404,3 +405,27 @@ def test_lists_of_a_gpu_are_those_of_the_cpu(name: str, size: int | tuple[int, i
             assert torch.equal(getattr(found, lists), getattr(wanted, lists)), lists
         order = found.q_indices.sort(-1).values
         assert torch.equal(order, torch.arange(order.shape[-1], dtype=torch.int32).expand(order.shape))
+
+
+def test_a_number_that_no_distance_reaches_is_no_window() -> None:
+    """The mask is then the rest of it, and a window that kernels are given has room in their 32 bits."""
+
+    def within(far: int):
+        return lambda b, h, q, kv: (q >= kv) & (q - kv < far)
+
+    for far, window in ((sys.maxsize, (-1, 0)), (2**31, (-1, 0)), (2**31 - 1, (1 << 30, 0)), (30, (29, 0))):
+        mask = flashlane.create_block_mask(within(far), None, None, 100, 100, "cpu", BLOCK_SIZE=16)
+        same_lists(mask, torch_flex.create_block_mask(within(far), None, None, 100, 100, "cpu", BLOCK_SIZE=16))
+        assert windows.NOTES.of(mask) == window
+    wraps = flashlane.create_block_mask(lambda b, h, q, kv: q + (2**31 - 1) >= kv, 1, 1, 100, 100, "cpu")
+    assert windows.NOTES.of(wraps) is None, "the sum is below 0 for all q but 0"
+
+
+def test_every_second_key_before_a_query_within_a_distance_that_nothing_exceeds() -> None:
+    mask = lambda b, h, q, kv: (q >= kv) & (q - kv < sys.maxsize) & (kv % 2 == 0)  # noqa: E731
+    found = flashlane.create_block_mask(mask, None, None, 256, 256, device="cpu")
+    same_lists(found, torch_flex.create_block_mask(mask, None, None, 256, 256, device="cpu"))
+    q = torch.randn(1, 1, 256, 8, dtype=torch.float64)
+    shown = torch_flex.create_mask(mask, None, None, 256, 256, "cpu")
+    out = torch.nn.functional.scaled_dot_product_attention(q, q, q, shown)
+    torch.testing.assert_close(flashlane.flex_attention(q, q, q, None, found), out)

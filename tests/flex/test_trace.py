@@ -245,3 +245,41 @@ def test_a_graph_with_torch_operations_is_traced_for_each_shape(traces: list[obj
         table = torch.randn(n, 4)
         assert torch.equal(bind(of(table), None, CPU)[1].tensors[0], table.flatten())
     assert len(traces) == 2
+
+
+FAR = {
+    "larger": lambda q, n: q < n,
+    "smaller": lambda q, n: q - 3 > -n,
+    "the number first": lambda q, n: n >= q,
+    "equal": lambda q, n: q == n,
+    "unequal": lambda q, n: q != -n,
+}
+
+
+@pytest.mark.parametrize("number", [2**31, 2**32 + 2, 2**40, 2**63 - 1])
+@pytest.mark.parametrize("way", FAR)
+def test_an_index_is_compared_exactly_with_a_number_of_more_than_32_bits(way: str, number: int) -> None:
+    function = lambda b, h, q, kv: FAR[way](q, number) | (kv == 2)  # noqa: E731
+    program, arguments = bind(None, function, CPU)
+    at = places(SIZES)
+    found = torch.ones(()).bool()
+    if program.mask is not None:
+        (found,) = evaluate([program.mask], at, arguments.tensors, arguments.integers)
+    wide = {name: t.long() for name, t in at.items()}
+    assert torch.equal(found.expand(SIZES), function(**wide).expand(SIZES))
+
+
+def test_a_number_of_more_than_32_bits_has_no_place_in_i32_but_in_i64() -> None:
+    far = 2**31
+    for function in (
+        lambda score, b, h, q, kv: score + (q + far),
+        lambda score, b, h, q, kv: score + (kv * (far + 7)) % 5,
+        lambda score, b, h, q, kv: score + torch.clamp(q - kv, max=far),
+        lambda score, b, h, q, kv: score + (q & 0xFFFFFFFF),
+    ):
+        with pytest.raises(NotImplementedError, match=r"node %.*number \d+ is outside of i32.*long\(\)"):
+            bind(function, None, CPU)
+    check(lambda score, b, h, q, kv: score + (q.long() + far) + (kv.long() * (far + 7)) % 5)
+    check(lambda score, b, h, q, kv: score + (torch.tensor(far).int() + q))
+    least = torch.tensor(-far, dtype=torch.int32)
+    check(lambda score, b, h, q, kv: score + -least + (torch.tensor([5, 2], dtype=torch.int32)[h] + (far + 7)))

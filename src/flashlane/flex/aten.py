@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flashlane.flex.expression import (
+    BITS,
     FLOATING,
     UNARY_FLOAT,
     Expression,
@@ -17,6 +19,7 @@ from flashlane.flex.expression import (
     make,
     unary,
     where,
+    wrapped,
 )
 
 Lift = Callable[[int], Expression]
@@ -35,6 +38,12 @@ _RENAMED |= {"greater": "gt", "less": "lt", "arctan": "atan", "arcsin": "asin", 
 _SAME = ("clone", "alias", "view", "expand", "squeeze", "unsqueeze", "reshape", "lift_fresh", "lift_fresh_copy")
 _MADE = {"full": 1, "full_like": 1, "scalar_tensor": 0, "new_full": 2}
 """Operations that fill a tensor with one number, and the position of that number among their arguments."""
+_CHECKED = ("clamp", "clamp_min", "clamp_max", "where", "masked_fill")
+"""Operations for which torch refuses a number that their type does not hold; for others it wraps."""
+
+
+class Untranslatable(Exception):
+    """An operation has no translation for a reason that its message gives."""
 
 
 def number(value: float | int | bool, dtype: str) -> Expression:
@@ -74,14 +83,58 @@ def translate(
         return make("detach", dtype, args[:1])
     if name in _MADE:
         value = args[_MADE[name]] if len(args) > _MADE[name] else kwargs.get("fill_value")
-        return cast(value, dtype) if isinstance(value, Expression) else number(value, dtype)
+        return cast(value, dtype) if isinstance(value, Expression) else number(_in(value, dtype, (), True), dtype)
     for made, value in (("zeros", 0), ("ones", 1)):
         if name in (made, f"{made}_like", f"new_{made}"):
             return number(value, dtype)
     rule = RULES.get(name)
-    work = _ARITHMETIC.get(dtype, dtype)
-    found = rule(name, args, kwargs, work, lift) if rule is not None else None
+    if rule is None:
+        return None
+    if name not in _COMPARISONS:
+        others = [a for a in (*args, *kwargs.values()) if isinstance(a, Expression)]
+        args = [_in(a, dtype, others, name in _CHECKED) for a in args]
+        kwargs = {key: _in(a, dtype, others, name in _CHECKED) for key, a in kwargs.items()}
+    found = rule(name, args, kwargs, _ARITHMETIC.get(dtype, dtype), lift)
     return None if found is None else cast(found, dtype)
+
+
+def _in(value: Any, dtype: str, others: Sequence[Expression], checked: bool = False) -> Any:
+    """A Python integer as torch converts it to the type of the tensors with which it is combined: it wraps around.
+
+    An index is i64 in torch, so that a number of more than 32 bits does not wrap there, but has no place here.
+
+    Args:
+        value: the number; anything else is returned.
+        dtype: the short name of the type.
+        others: the tensors.
+        checked: whether torch refuses a number that the type does not hold, but for a negative one of a type without a
+            sign.
+
+    Raises:
+        Untranslatable: torch refuses it, or the tensors depend on an index.
+    """
+    if type(value) is not int or dtype not in BITS or wrapped(value, dtype) == value:
+        return value
+    if dtype == "i32" and _has_index(others):
+        raise Untranslatable(
+            f"the number {value} is outside of i32, the type of indices here; index.long() is computed in i64"
+        )
+    if checked and not (dtype == "u8" and -256 < value < 0):
+        raise Untranslatable(f"the number {value} is outside of the tensor's type, {dtype}")
+    return wrapped(value, dtype)
+
+
+def _has_index(tensors: Sequence[Expression]) -> bool:
+    """Whether a value is computed from an index; what is read of a captured tensor at one is not."""
+    waiting, seen = list(tensors), set()
+    while waiting:
+        e = waiting.pop()
+        if e.op == "input" and e.value != "score":
+            return True
+        if e.op != "load" and e not in seen:
+            seen.add(e)
+            waiting += e.operands
+    return False
 
 
 def _as(value: Any, dtype: str, lift: Lift | None = None) -> Expression:
@@ -132,7 +185,7 @@ def common(*values: Any) -> str:
             kind = "f32"
         if isinstance(v, int) and not isinstance(v, (bool, Expression)) and kind == "bool":
             kind = "i64"
-    return _ARITHMETIC.get(kind, kind)
+    return kind
 
 
 def _joined(a: str, b: str) -> str:
@@ -144,8 +197,14 @@ def _joined(a: str, b: str) -> str:
 
 
 def _compare(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
-    kind = common(*args[:2])
-    return binary(name, *(_as(a, kind, lift) for a in args[:2]))
+    kind, others = common(*args[:2]), [a for a in args[:2] if isinstance(a, Expression)]
+    if kind == "i32" and _has_index(others):
+        far = [a for a in args[:2] if type(a) is int and wrapped(a, kind) != a]
+        if far:  # every index is on the same side of it
+            sides = [a if a is far[0] else 0 for a in args[:2]]
+            return constant(getattr(operator, name)(*sides), "bool")
+    work = _ARITHMETIC.get(kind, kind)
+    return binary(name, *(_as(_in(a, kind, others), work, lift) for a in args[:2]))
 
 
 def _logic(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:

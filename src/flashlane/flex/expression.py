@@ -15,6 +15,8 @@ from dataclasses import dataclass
 TYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
 """Short names of types. Arithmetic is done in i32, i64, f32, f64 and bool; the others are only loaded or cast to."""
 FLOATING = ("f16", "bf16", "f32", "f64")
+BITS = {"u8": 8, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
+"""The bits of each type of integers."""
 INPUTS = {"score": "f32", "b": "i32", "h": "i32", "q": "i32", "kv": "i32"}
 """The inputs of a function and their types. The score is f64 where the query is."""
 
@@ -72,11 +74,17 @@ def input(name: str, dtype: str | None = None) -> Expression:
     return make("input", dtype or INPUTS[name], value=name)
 
 
+def wrapped(number: int, dtype: str) -> int:
+    """What is left of an integer in a type that it may not fit: it wraps around."""
+    least = 0 if dtype == "u8" else -(1 << BITS[dtype] - 1)
+    return (number - least) % (1 << BITS[dtype]) + least
+
+
 def constant(number: float | int | bool, dtype: str) -> Expression:
-    """A constant of a type. Its value stays as given: the device text wraps integers and rounds f32 numbers."""
+    """A constant of a type. An integer wraps around; an f32 number stays as given, and the device text rounds it."""
     if dtype == "bool":
         return make("constant", dtype, value=bool(number))
-    return make("constant", dtype, value=float(number) if dtype in FLOATING else int(number))
+    return make("constant", dtype, value=float(number) if dtype in FLOATING else wrapped(int(number), dtype))
 
 
 def is_constant(e: Expression, number: float | None = None) -> bool:
@@ -90,13 +98,15 @@ def cast(e: Expression, dtype: str) -> Expression:
     if e.op == "constant" and dtype in ("bool", "i32", "i64", "f32", "f64"):
         finite = not isinstance(e.value, float) or math.isfinite(e.value)
         exact = dtype != "f32" or e.dtype != "f64"
+        if isinstance(e.value, float) and dtype in BITS and finite:  # undefined outside of the integer's type
+            exact = wrapped(int(e.value), dtype) == int(e.value)
         if (finite or dtype in FLOATING) and exact:
             return constant(int(e.value) if dtype in ("i32", "i64") else e.value, dtype)
     return make("cast", dtype, (e,))
 
 
 def binary(op: str, a: Expression, b: Expression) -> Expression:
-    """An operation on two expressions of one type; a term 0 and a factor 1, which derivatives have, are left out."""
+    """An operation on two expressions of one type; a term 0, a factor 1 and the condition True are left out."""
     if op == "add" and is_constant(a, 0):
         return b
     if op in ("add", "sub") and is_constant(b, 0):
@@ -105,6 +115,10 @@ def binary(op: str, a: Expression, b: Expression) -> Expression:
         return b
     if op in ("mul", "div") and is_constant(b, 1):
         return a
+    if op in ("and", "or") and a.dtype == "bool":
+        for one, other in ((a, b), (b, a)):
+            if one.op == "constant":
+                return other if one.value == (op == "and") else one
     return make(op, "bool" if OPERATIONS[op].endswith("bool") else a.dtype, (a, b))
 
 

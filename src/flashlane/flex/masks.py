@@ -18,13 +18,11 @@ from flashlane.core.validate import kind_of
 from flashlane.flex.intervals import Intervals
 from flashlane.flex.neighbourhoods import Neighbourhood
 from flashlane.flex.packed import Documents
-from flashlane.flex.windows import Window
+from flashlane.flex.windows import FARTHEST, Window
 
 MOST_INTERVALS = 4
 """The largest number of intervals of a row; a mask that needs more is treated as any other function."""
 
-FARTHEST = 1 << 30
-"""A number that no sequence is longer than; a larger one counts as this, so that sums with it fit 32 bits."""
 Sides = list[tuple[torch.Tensor, torch.Tensor]]
 Bounds = Callable[[torch.Tensor, int], Sides]
 """From query indices ``(queries,)`` and the number of keys to the starts and ends of each interval, of that shape or

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -203,7 +203,12 @@ class _Translation:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 self.refuse(node)
             self.long_row = 0
-            found = self.operation(node)
+            try:
+                found = self.operation(node)
+            except aten.Untranslatable as error:
+                if self.varies[node]:
+                    self.refuse(node, str(error))
+                found = None
             if found is not None:
                 self.values[node] = found
                 schema = getattr(node.target, "_schema", None)
@@ -312,12 +317,12 @@ class _Translation:
             self.refuse(node)
         return value
 
-    def refuse(self, node: torch.fx.Node) -> None:
-        most = rows.MOST_IN_ROW[self.kind]
-        why = (
-            f"; a row of a {self.kind} has up to {most} elements, this one has {self.long_row}" if self.long_row else ""
-        )
-        raise NotImplementedError(f"{self.kind}: programs do not have the node {node.format_node()}{why}")
+    def refuse(self, node: torch.fx.Node, why: str = "") -> NoReturn:
+        if self.long_row and not why:
+            most = rows.MOST_IN_ROW[self.kind]
+            why = f"a row of a {self.kind} has up to {most} elements, this one has {self.long_row}"
+        reason = f"; {why}" if why else ""
+        raise NotImplementedError(f"{self.kind}: programs do not have the node {node.format_node()}{reason}")
 
     # --- captured tensors ---
 

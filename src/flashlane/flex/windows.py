@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashlane.flex.expression import Expression
+from flashlane.flex.integer_range import may_wrap
 from flashlane.flex.notes import Notes
 
 Window = tuple[int, int]
 """The numbers of keys before and after its own position that a query sees; −1 is all of them."""
 OPEN: Window = (-1, -1)
+FARTHEST = 1 << 30
+"""A number that no sequence is longer than; a larger one counts as this, so that sums with it fit 32 bits."""
 NOTES: Notes[Window] = Notes("window")
 """The windows of block masks that are nothing else."""
 
@@ -43,6 +46,7 @@ def of_expression(mask: Expression | None, integers: Sequence[int]) -> Window | 
     bound = -constant - strict  # of_q · q + of_kv · kv <= bound
     if bound < 0 or (of_q, of_kv) not in ((1, -1), (-1, 1)):
         return None
+    bound = min(bound, FARTHEST)
     if both:
         constant_alone = _linear(large, integers)
         return (bound, bound) if constant_alone is not None and constant_alone[:2] == (0, 0) else None
@@ -55,8 +59,8 @@ def _difference(a: Expression, b: Expression, integers: Sequence[int]) -> tuple[
 
 
 def _linear(e: Expression, integers: Sequence[int]) -> tuple[int, int, int] | None:
-    """The factors of q and kv, and the constant, of a sum of positions and numbers in i32."""
-    if e.dtype != "i32":
+    """The factors of q and kv, and the constant, of a sum of positions and numbers in i32 that does not wrap around."""
+    if e.dtype != "i32" or may_wrap(e):
         return None
     if e.op == "input":
         return {"q": (1, 0, 0), "kv": (0, 1, 0)}.get(str(e.value))
