@@ -119,6 +119,30 @@ def test_a_part_without_keys_is_not_read(content: float) -> None:
         assert torch.equal(grad, torch.zeros_like(grad))
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_lse_that_is_no_number_shows_in_its_row_alone(bad: float) -> None:
+    q, k, v = drawn()
+    outs, lses = parts_of(q.detach(), k.detach(), v.detach(), [9, 12])
+    right, _ = combine(outs, lses)
+    lses[0][1, 2, 3] = bad
+    given = [t.requires_grad_() for t in (*outs, *lses)]
+    out, lse = combine(outs, lses)
+    broken = torch.zeros_like(right, dtype=torch.bool)
+    broken[1, 3, 2] = True
+    assert torch.equal(out.isnan(), broken) and torch.equal(out[~broken], right[~broken])
+    assert not lse[1, 2, 3].isfinite() and lse.isfinite().sum() == lse.numel() - 1
+    do = torch.randn_like(out)
+    assert torch.autograd.grad(out, given, do)[2][1, 2, 3].isnan()
+
+
+def test_a_far_smaller_set_is_read() -> None:
+    """Its weight may be 0 in f32, but what it has is no leftover in memory."""
+    outs, lses = [torch.randn(1, 1, 1, 4) for _ in range(2)], [torch.zeros(1, 1, 1), torch.full((1, 1, 1), -1e4)]
+    assert torch.equal(combine(outs, lses)[0], outs[0])
+    outs[1][..., 0] = float("nan")
+    assert torch.equal(combine(outs, lses)[0].isnan(), torch.tensor([[[[True, False, False, False]]]]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_is_computed_in_f32_and_rounded_once(dtype: torch.dtype) -> None:
     gen = torch.Generator().manual_seed(1)
@@ -154,11 +178,12 @@ def test_under_vmap_and_compile() -> None:
 OUT, LSE = torch.zeros(2, 4, 3, 8), torch.zeros(2, 3, 4)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: combine([OUT], []), ValueError, "outs has 1 parts and lses 0"),
-        (lambda: combine([], []), ValueError, "outs has 0 parts"),
+        (lambda: combine([OUT], []), ValueError, "outs is of 1 sets of keys and lses of 0"),
+        (lambda: combine([], []), ValueError, "outs is of 0 sets"),
         (
             lambda: combine([OUT], [LSE.transpose(1, 2)]),
             ValueError,
@@ -174,8 +199,13 @@ OUT, LSE = torch.zeros(2, 4, 3, 8), torch.zeros(2, 3, 4)
         ),
         (lambda: combine(None, [LSE]), TypeError, "outs is None; it must be a sequence"),
         (lambda: combine(torch.zeros(()), [LSE]), ValueError, r"outs has shape \(\)"),
-        (lambda: combine([OUT[0, 0]], [LSE]), ValueError, r"outs has parts of shape \(3, 8\)"),
+        (lambda: combine([OUT[0, 0]], [LSE]), ValueError, r"outs\[0\] has shape \(3, 8\)"),
         (lambda: combine([OUT], [LSE], out_dtype=torch.int32), TypeError, "out_dtype is torch.int32"),
+        (lambda: combine([OUT], [LSE], out_dtype=torch.float8_e4m3fn), TypeError, "out_dtype is torch.float8_e4m3fn"),
+        (lambda: combine([OUT.to(torch.float8_e4m3fn)], [LSE]), TypeError, r"outs\[0\] has dtype torch.float8_e4m3fn"),
+        (lambda: combine([OUT.to_sparse()], [LSE]), TypeError, r"outs\[0\] has layout torch.sparse_coo"),
+        (lambda: combine([OUT], [LSE.to_sparse()]), TypeError, r"lses\[0\] has layout torch.sparse_coo"),
+        (lambda: combine(torch.nested.nested_tensor([OUT]), [LSE]), TypeError, "outs is a nested tensor"),
     ],
 )
 def test_errors(call: Any, error: type[Exception], message: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from flashlane.core.arch import compute_dtype
-from flashlane.core.validate import kind_of
+from flashlane.core.arch import DTYPE_NAMES, compute_dtype
+from flashlane.core.validate import check_dtype, check_strided, kind_of
 
 
 def combine(
@@ -35,7 +35,8 @@ def combine(
 
     Returns:
         out ``(b, sq, h, dv)`` and LSE ``(b, h, sq)`` in f32 (f64 for f64 outs); packed: ``(total_q, h, dv)`` and
-        ``(h, total_q)``. A row that sees no key in any set has output 0, LSE −inf and gradients 0.
+        ``(h, total_q)``. A row that sees no key in any set has output 0, LSE −inf and gradients 0. A row whose LSE is
+        NaN or +inf in some set has output NaN.
 
     Raises:
         TypeError, ValueError: an argument cannot be; the message names it.
@@ -43,8 +44,9 @@ def combine(
     outs, lses = _tensors("outs", outs), _tensors("lses", lses)
     _check(outs, lses)
     dtype = outs[0].dtype if out_dtype is None else out_dtype
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"out_dtype is {out_dtype!r}; it may be a floating-point torch.dtype, or None for that of outs")
+    if dtype not in DTYPE_NAMES:
+        allowed = ", ".join(map(str, DTYPE_NAMES))
+        raise TypeError(f"out_dtype is {out_dtype!r}; it may be one of {allowed}, or None for that of outs")
     given = (*outs, *lses)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return _Combine.apply(dtype, *given)
@@ -58,8 +60,8 @@ def _combined(
     dtype = compute_dtype(outs[0].dtype)
     lse = torch.logsumexp(torch.stack([each.to(dtype) for each in lses]), dim=0)
     total: torch.Tensor | None = None
-    for out, weight in zip(outs, _weights(lses, lse), strict=True):
-        term = torch.where(weight > 0, out.to(dtype) * weight, 0.0)  # what lies in an empty part may be anything
+    for out, (weight, seen) in zip(outs, _weights(lses, lse), strict=True):
+        term = torch.where(seen, out.to(dtype) * weight, 0.0)  # the output of a set without visible keys is not read
         total = term if total is None else total + term
     return total.to(out_dtype), lse
 
@@ -82,17 +84,18 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         *outs_and_lses, lse = ctx.saved_tensors
         outs, lses = _halves(outs_and_lses)
-        weights = _weights(lses, lse)
+        weights, seen = zip(*_weights(lses, lse), strict=True)
         douts: list[torch.Tensor | None] = [None] * len(outs)
         dlses = [torch.zeros_like(weight) for weight in weights]
         if do is not None:
             do = do.to(lse.dtype)
-            douts = [(do * weight).to(part.dtype) for part, weight in zip(outs, weights, strict=True)]
-            # By the parts and not by the output, which may be rounded.
-            parts = [
-                torch.where(weight > 0, part.to(do.dtype), 0.0) for part, weight in zip(outs, weights, strict=True)
+            douts = [
+                torch.where(there, do * weight, 0.0).to(out.dtype)
+                for out, weight, there in zip(outs, weights, seen, strict=True)
             ]
-            along = [(do * part).sum(-1, keepdim=True) for part in parts]
+            # The mean is of the sets' outputs and not of the combined one, which may be rounded.
+            read = [torch.where(there, out.to(do.dtype), 0.0) for out, there in zip(outs, seen, strict=True)]
+            along = [(do * out).sum(-1, keepdim=True) for out in read]
             mean = sum(each * weight for each, weight in zip(along, weights, strict=True))
             dlses = [weight * (each - mean) for each, weight in zip(along, weights, strict=True)]
         if dlse is not None:
@@ -102,15 +105,19 @@ class _Combine(torch.autograd.Function):
 
 
 def _halves(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Outputs and LSEs of as many parts."""
+    """The outputs, and the LSEs, of as many sets."""
     count = len(tensors) // 2
     return tensors[:count], tensors[count:]
 
 
-def _weights(lses: Sequence[torch.Tensor], lse: torch.Tensor) -> list[torch.Tensor]:
-    """``exp(lses - lse)`` in the shape of an output; 0 for a part that sees no key."""
+def _weights(lses: Sequence[torch.Tensor], lse: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``exp(lses - lse)`` in the shape of an output, and whether the row sees a key of the set; else the weight is 0.
+
+    An LSE that is NaN is no LSE of an empty set: its row becomes NaN.
+    """
     top = torch.where(lse == -torch.inf, 0.0, lse)
-    return [_per_row(torch.exp(each.to(lse.dtype) - top)) for each in lses]
+    rows = [_per_row(each.to(lse.dtype)) for each in lses]
+    return [(torch.exp(row - _per_row(top)), row != -torch.inf) for row in rows]
 
 
 def _per_row(lse: torch.Tensor) -> torch.Tensor:
@@ -124,28 +131,35 @@ def _per_head(t: torch.Tensor) -> torch.Tensor:
 
 def _tensors(name: str, values: Any) -> tuple[torch.Tensor, ...]:
     if isinstance(values, torch.Tensor):
+        check_strided(name, values)
         if values.dim() == 0:
             raise ValueError(f"{name} has shape (); it must be a sequence of tensors, or stacked along a first axis")
         return values.unbind(0)
     if not isinstance(values, Sequence) or not all(isinstance(t, torch.Tensor) for t in values):
         what = kind_of(values)
         raise TypeError(f"{name} is {what}; it must be a sequence of torch.Tensor, or one stacked along a first axis")
+    for number, t in enumerate(values):
+        check_strided(f"{name}[{number}]", t)
     return tuple(values)
 
 
 def _check(outs: tuple[torch.Tensor, ...], lses: tuple[torch.Tensor, ...]) -> None:
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"outs has {len(outs)} parts and lses {len(lses)}; they must have one each, and at least one")
+        raise ValueError(
+            f"outs is of {len(outs)} sets of keys and lses of {len(lses)}; both must be of the same, and of at least "
+            f"one"
+        )
     shape = outs[0].shape
     if len(shape) not in (3, 4):
         raise ValueError(
-            f"outs has parts of shape {tuple(shape)}; they must be (batch, seqlen, heads, head_dim) or (total, heads, "
-            f"head_dim)"
+            f"outs[0] has shape {tuple(shape)}; it must be (batch, seqlen, heads, head_dim) or (total, heads, head_dim)"
         )
+    for number, t in enumerate(outs):
+        check_dtype(f"outs[{number}]", t.dtype)
     rows = (*shape[:-3], shape[-2], shape[-3])
-    for name, parts, needed in (("outs", outs, tuple(shape)), ("lses", lses, rows)):
-        for number, t in enumerate(parts):
-            if not t.is_floating_point() or t.dtype != parts[0].dtype:
+    for name, tensors, needed in (("outs", outs, tuple(shape)), ("lses", lses, rows)):
+        for number, t in enumerate(tensors):
+            if not t.is_floating_point() or t.dtype != tensors[0].dtype:
                 raise TypeError(f"{name}[{number}] has dtype {t.dtype}; all must have one floating-point dtype")
             if t.device != outs[0].device:
                 raise ValueError(

@@ -53,6 +53,20 @@ def check_flag(name: str, value: Any) -> bool:
     raise TypeError(f"{name} is {value!r}; it must be True or False")
 
 
+def check_strided(name: str, t: Any) -> None:
+    """Check that an argument is a tensor with strides, as everything that reads one needs.
+
+    Raises:
+        TypeError: it is no tensor, or a nested, sparse or otherwise stored one.
+    """
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
+    if t.is_nested:
+        raise TypeError(f"{name} is a nested tensor; flash_attn_varlen_func takes packed sequences")
+    if t.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {t.layout}; it must be torch.strided")
+
+
 def rows_aligned(t: torch.Tensor) -> bool:
     """Whether every row of a tensor is contiguous, starts on :data:`VECTOR_BYTES` and has a multiple of them."""
     size = t.element_size()
@@ -81,15 +95,8 @@ def check_tensors(q: Any, k: Any, v: Any, varlen: bool, paged: bool) -> None:
     for name, t in _named(q, k, v):
         axes = axes_of(name, varlen, paged)
         rank = len(axes)
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
-        if t.is_nested:
-            raise TypeError(f"{name} is a nested tensor; flash_attn_varlen_func takes packed sequences")
-        if t.layout is not torch.strided:
-            raise TypeError(f"{name} has layout {t.layout}; it must be torch.strided")
-        if t.dtype not in DTYPE_NAMES:
-            allowed = ", ".join(str(d) for d in DTYPE_NAMES)
-            raise TypeError(f"{name} has dtype {t.dtype}; it may be one of {allowed}")
+        check_strided(name, t)
+        check_dtype(name, t.dtype)
         if t.dim() != rank:
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank {rank}: ({', '.join(axes)})"
@@ -99,6 +106,12 @@ def check_tensors(q: Any, k: Any, v: Any, varlen: bool, paged: bool) -> None:
             raise TypeError(f"{name} has dtype {t.dtype} and q has {q.dtype}; q, k and v must share one dtype")
         if t.device != q.device:
             raise ValueError(f"{name} is on {t.device} and q is on {q.device}; q, k and v must be on one device")
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError for a dtype that attention is not computed of."""
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(f"{name} has dtype {dtype}; it may be one of {', '.join(map(str, DTYPE_NAMES))}")
 
 
 def axes_of(name: str, varlen: bool, paged: bool) -> tuple[str, ...]:
