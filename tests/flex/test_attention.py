@@ -428,3 +428,16 @@ def test_the_output_lies_as_the_query_does(order: tuple[int, ...]) -> None:
     assert out.stride(3) == 1
     assert sorted(range(3), key=out.stride) == sorted(range(3), key=q.stride)
     torch.testing.assert_close(out, flashlane.flex_attention(*(q.contiguous() for _ in range(3))))
+
+
+def test_functions_of_tensors_that_require_gradients_are_translated_in_inference_mode() -> None:
+    q, w = torch.randn(1, 2, 16, 8, dtype=torch.float64), torch.randn(2, dtype=torch.float64, requires_grad=True)
+    with torch.inference_mode():
+        made_there = torch.randn(2, dtype=torch.float64)
+    score_mod = lambda s, b, h, i, j: s * w.exp()[h] + made_there[h] * i  # noqa: E731
+    mask_mod = lambda b, h, i, j: (w[h] > 0) | (i >= j)  # noqa: E731
+    with torch.inference_mode():
+        mask = flashlane.create_block_mask(mask_mod, 1, 2, 16, 16, device="cpu", BLOCK_SIZE=8)
+        out = flashlane.flex_attention(q, q, q, score_mod, mask)
+    with torch.no_grad():
+        torch.testing.assert_close(out.clone(), flex_oracle.attention(q, q, q, score_mod, mask)[0])

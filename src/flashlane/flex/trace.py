@@ -51,6 +51,7 @@ class Traced:
         return tuple(leaves) if self.prelude is None else tuple(self.prelude(*leaves))
 
 
+@torch.inference_mode(False)  # autograd keeps no tensor that is made in that mode
 def trace(function: Callable[..., Any], kind: str, device: torch.device, score_type: str = "f32") -> Traced:
     """Translate a function to an expression.
 
