@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import flashlane
 from flashlane.flex.fingerprint import fingerprint
 from flashlane.flex.guards import function_guard
 
@@ -269,3 +270,43 @@ def test_attributes_that_no_code_reads_do_not_matter(monkeypatch: pytest.MonkeyP
     key = fingerprint(function).key
     monkeypatch.setattr(Scale, "unread", object(), raising=False)
     assert fingerprint(function).key == key
+
+
+def test_attributes_of_functions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def score_mod(score, b, h, q, kv):
+        return helper(score) + score_mod.factor
+
+    monkeypatch.setattr(score_mod, "factor", 1.0, raising=False)
+    monkeypatch.setattr(helper, "factor", 1.0, raising=False)
+    by_helper = lambda score, *_: helper(score) * helper.factor  # noqa: E731
+    for function, of in ((score_mod, score_mod), (by_helper, helper), (score_mod, helper)):
+        key, guard = fingerprint(function).key, function_guard(function)
+        assert guard is None or guard(function) == ()  # a function that refers to itself has no guard
+        monkeypatch.setattr(of, "factor", 2.0)
+        assert fingerprint(function).key != key and (guard is None or guard(function) is None)
+        monkeypatch.setattr(of, "factor", 1.0)
+        assert fingerprint(function).key == key and (guard is None or guard(function) == ())
+    assert function_guard(by_helper) is not None
+
+
+def test_an_attribute_that_a_function_gets_later_is_seen() -> None:
+    function = lambda score, *_: helper(score)  # noqa: E731
+    key, guard = fingerprint(function).key, function_guard(function)
+    helper.later = torch.zeros(2)
+    try:
+        assert fingerprint(function).key != key and guard(function) is None
+        assert fingerprint(function).tensors == [helper.later] and function_guard(function)(function) == (helper.later,)
+    finally:
+        del helper.later
+    assert fingerprint(function).key == key and guard(function) == ()
+
+
+def test_a_function_with_another_attribute_gives_another_result() -> None:
+    def score_mod(score, b, h, q, kv):
+        return score * score_mod.factor
+
+    q = torch.randn(1, 2, 16, 8, dtype=torch.float64)
+    for factor in (2.0, 5.0):
+        score_mod.factor = factor
+        expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, scale=factor / 8**0.5)
+        torch.testing.assert_close(flashlane.flex_attention(q, q, q, score_mod), expected)

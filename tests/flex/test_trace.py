@@ -283,3 +283,31 @@ def test_a_number_of_more_than_32_bits_has_no_place_in_i32_but_in_i64() -> None:
     check(lambda score, b, h, q, kv: score + (torch.tensor(far).int() + q))
     least = torch.tensor(-far, dtype=torch.int32)
     check(lambda score, b, h, q, kv: score + -least + (torch.tensor([5, 2], dtype=torch.int32)[h] + (far + 7)))
+
+
+def test_a_graph_with_torch_operations_is_traced_for_each_layout(traces: list[object]) -> None:
+    """A view of contiguous rows is a copy of others."""
+
+    def of(table: torch.Tensor):
+        return lambda score, b, h, q, kv: score + table.reshape(-1)[h * 7 + kv]
+
+    for table in (torch.randn(2, 7), torch.randn(7, 2).T, torch.randn(2, 1).expand(2, 7), torch.randn(2, 7)):
+        check(of(table))
+    assert len(traces) == 3
+
+
+LAYOUTS = {
+    "contiguity": lambda t: 2.0 if t.is_contiguous() else 3.0,
+    "a stride": lambda t: float(t.stride(0)),
+    "an offset": lambda t: float(t.storage_offset()),
+}
+
+
+@pytest.mark.parametrize("way", LAYOUTS)
+def test_a_function_that_reads_a_layout_is_traced_for_each(way: str) -> None:
+    def of(table: torch.Tensor):
+        return lambda score, b, h, q, kv: score * LAYOUTS[way](table) - q
+
+    whole = torch.randn(3, 4)
+    for table in (torch.randn(4, 4)[1:], torch.randn(4, 3).T, whole, torch.randn(5, 4)[1:4]):
+        check(of(table))

@@ -34,9 +34,9 @@ def traced(
     if code is None:
         fresh = trace(function, kind, device, score_type)
         return fresh, fresh.leaves
-    # A graph without torch operations on whole tensors, and without rows, serves tensors of every shape.
+    # A graph without torch operations on whole tensors, and without rows, serves tensors of every layout.
     key = code.key, kind, device, score_type
-    found_key = key if key in _traced and not code.reads_shapes else (*key, code.shapes)
+    found_key = key if key in _traced and not code.reads_shapes else (*key, code.layouts)
     if found_key in _traced:
         known, places = _traced[found_key]
         return known, tuple(code.tensors[i] for i in places)
@@ -47,7 +47,7 @@ def traced(
             _traced.clear()
         strict = code.reads_shapes or fresh.prelude is not None or fresh.has_rows
         kept = Traced(fresh.expression, (), fresh.prelude, fresh.integers)
-        _traced[(*key, code.shapes) if strict else key] = kept, tuple(places)  # type: ignore[arg-type]
+        _traced[(*key, code.layouts) if strict else key] = kept, tuple(places)  # type: ignore[arg-type]
     return fresh, fresh.leaves
 
 
@@ -160,7 +160,7 @@ def binding_of(score_mod: Any, mask_mod: Any, device: torch.device) -> Binding |
             if code is None or guard is None:
                 return None
             key = code.key, kind, device, "f32"
-            found = _traced.get(key if key in _traced and not code.reads_shapes else (*key, code.shapes))
+            found = _traced.get(key if key in _traced and not code.reads_shapes else (*key, code.layouts))
             if found is None:
                 return None
             half = _Half(guard, *found)

@@ -28,7 +28,9 @@ _NOT_CALLED |= {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "
 """Special methods that an operation on an instance does not call."""
 
 _SHAPES = {"shape", "size", "numel", "stride", "len", "ndim", "dim", "nelement", "is_contiguous"}
-"""Names in code that may make a graph depend on the shape of a tensor."""
+"""Names in code that may make a graph depend on the shape or the strides of a tensor."""
+_MEMORY = {"data_ptr", "storage_offset", "untyped_storage", "_version", "_is_view"}
+"""Names in code that may make a graph depend on where a tensor lies, which no key has."""
 
 
 class Unknown(Exception):
@@ -40,10 +42,10 @@ class Fingerprint:
     """All that decides a function's graph."""
 
     key: Hashable
-    shapes: tuple[tuple[int, ...], ...]
-    """The shapes of :attr:`tensors`."""
+    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    """The shapes and strides of :attr:`tensors`: a view of one layout is a copy of another."""
     reads_shapes: bool
-    """Whether the function's own code may read a shape."""
+    """Whether the function's own code may read a shape or a stride."""
     tensors: list[torch.Tensor]
     """The tensors that the function refers to, each once."""
 
@@ -55,7 +57,8 @@ def fingerprint(function: Callable[..., Any]) -> Fingerprint | None:
         key = walk.value(function), walk.attributes(), torch.get_default_dtype()
     except Unknown:
         return None
-    return Fingerprint(key, tuple(tuple(t.shape) for t in walk.tensors), walk.reads_shapes, walk.tensors)
+    layouts = tuple((tuple(t.shape), t.stride()) for t in walk.tensors)
+    return Fingerprint(key, layouts, walk.reads_shapes, walk.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +100,14 @@ class ClassAttributes:
             self.met(type(kind))
 
     def read_by(self, code: types.CodeType) -> None:
-        """Note the names of a function's code, and its words where it may read an attribute by one."""
+        """Note the names of a function's code, and its words where it may read an attribute by one.
+
+        Raises:
+            Unknown: the code may read where a tensor lies.
+        """
         names = set(names_of(code))
+        if not names.isdisjoint(_MEMORY):
+            raise Unknown
         self.names |= names
         if not names.isdisjoint(("getattr", "attrgetter", "methodcaller", "__getattribute__")):
             self.names.update(words_of(code))
@@ -205,7 +214,8 @@ class _Walk:
             elif not hasattr(builtins, name):
                 named.append((name, "absent"))
         defaults = self.value(function.__defaults__), self.value(function.__kwdefaults__)
-        return "function", function.__code__, tuple(cells), tuple(named), defaults
+        attributes = self.container(vars(function))
+        return "function", function.__code__, tuple(cells), tuple(named), defaults, attributes
 
 
 def names_of(code: types.CodeType) -> Iterator[str]:

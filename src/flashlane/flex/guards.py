@@ -174,6 +174,10 @@ class _Checks:
                     self.require(f"hasattr({self.constant(builtins)}, {each!r}) is {hasattr(builtins, each)}")
         for attribute in ("__defaults__", "__kwdefaults__"):
             self.value(getattr(function, attribute), f"{name}.{attribute}")
+        if vars(function):
+            self.container(vars(function), self.variable(f"{name}.__dict__"))
+        else:
+            self.require(f"not {name}.__dict__")
 
 
 @functools.lru_cache(maxsize=1024)
