@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
@@ -30,6 +29,7 @@ from flashlane.core.validate import (
 from flashlane.distributed.agree import agree
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
+from flashlane.distributed.call_key import Key, forget_destroyed, key_of_call
 from flashlane.distributed.comm import Grid, Group, Ranks, label_of
 from flashlane.distributed.copies import half_of_call
 from flashlane.distributed.gather import Task
@@ -230,7 +230,7 @@ def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     return tuple(other - one for one, other in itertools.pairwise(ends))
 
 
-_agreed: dict[tuple[Any, ...], _Call] = {}
+_agreed: dict[Key, _Call] = {}
 """Checked calls on which all ranks agreed, by everything that the checks read; they are not checked again."""
 AGREED_SIZE = 4096
 registry.on_change(_agreed.clear)
@@ -250,11 +250,12 @@ def _attend(
     q, k, v = inputs.q, inputs.k, inputs.v
     if options["transport"] == "auto" and isinstance(q, torch.Tensor) and _is_captured(q.device):
         options = {**options, "transport": "messages"}
-    key = _key(inputs, modifiers, cu_seqlens, seqlen, where, options, refused)
+    key = key_of_call(inputs, modifiers, cu_seqlens, seqlen, where, options, refused, POLLED)
     call = None if key is None else _agreed.get(key)
     if call is None:
         call = _checked(inputs, modifiers, cu_seqlens, seqlen, where, options, refused)
         if key is not None:
+            forget_destroyed(_agreed)
             if len(_agreed) >= AGREED_SIZE:
                 _agreed.clear()
             _agreed[key] = call
@@ -265,33 +266,6 @@ def _attend(
     if cu_seqlens is None:
         return out, lse
     return out.squeeze(0), None if lse is None else lse.squeeze(0)
-
-
-def _key(
-    inputs: Inputs,
-    modifiers: Modifiers,
-    cu_seqlens: Any,
-    seqlen: Any,
-    where: dict[str, Any],
-    options: dict[str, Any],
-    refused: dict[str, Any],
-) -> tuple[Any, ...] | None:
-    """Everything that the checks of a call read; None if that is not hashable, or if the call is refused."""
-    try:
-        if any(value is not None and value is not False and value != 0.0 for value in refused.values()):
-            return None
-        group = dist.group.WORLD if where["group"] is None else where["group"]
-        lengths = tuple(cu_seqlens.tolist()) if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
-        tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
-        key = (
-            group, where["method"], where["layout"], seqlen, type(seqlen), None if lengths is None else tuple(lengths),
-            *options.values(), tuple(map(type, options.values())), torch.is_grad_enabled(), POLLED,
-            *(None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in tensors),
-        )  # fmt: skip
-        hash(key)
-    except (TypeError, AttributeError, RuntimeError, ValueError):
-        return None
-    return key
 
 
 def _checked(
@@ -544,7 +518,7 @@ class _Call:
         places: list[Place],
     ) -> None:
         heads, kv_heads = inputs.q.shape[-2], inputs.k.shape[-2]
-        self.returns_lse = options["return_lse"]
+        self.returns_lse = bool(options["return_lse"])
         self.exchange: Exchange | None = None
         self.head_task: HeadTask | None = None
         copies = in_chunks = False

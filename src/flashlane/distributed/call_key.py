@@ -1,0 +1,88 @@
+"""What tells apart the calls that were checked: everything that the checks read, by its contents at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashlane.core.problem import Inputs
+from flashlane.distributed.modifiers import Modifiers
+
+Key = tuple[Any, ...]
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""Types whose values never change and are equal by contents."""
+_INT = frozenset({int})
+
+
+def key_of_call(
+    inputs: Inputs,
+    modifiers: Modifiers,
+    cu_seqlens: Any,
+    seqlen: Any,
+    where: dict[str, Any],
+    options: dict[str, Any],
+    refused: dict[str, Any],
+    *more: bool,
+) -> Key | None:
+    """Everything that the checks of a call read, and ``more``; None if that has no key, or if the call is refused.
+
+    The first item has the process groups.
+    """
+    try:
+        if any(value is not None and value is not False and value != 0.0 for value in refused.values()):
+            return None
+        tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
+        return (
+            (dist.group.WORLD,) if where["group"] is None else _groups(where["group"]),
+            _frozen(where["method"]), _frozen(where["layout"]), _frozen(seqlen), type(seqlen),
+            None if cu_seqlens is None else _lengths(cu_seqlens),
+            *[value if type(value) in _PLAIN else _frozen(value) for value in options.values()],
+            tuple(map(type, options.values())), torch.is_grad_enabled(), *more,
+            *(None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in tensors),
+        )  # fmt: skip
+    except (TypeError, AttributeError, RuntimeError, ValueError):
+        return None
+
+
+def _groups(group: Any) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups of a call. Meshes with the same ranks are equal even if one of them has destroyed groups."""
+    if isinstance(group, DeviceMesh):
+        return (group.get_group(),) if group.ndim == 1 else tuple(map(group.get_group, range(group.ndim)))
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError
+    return (group,)
+
+
+def _lengths(cu_seqlens: torch.Tensor | Sequence[Any]) -> tuple[Any, ...]:
+    lengths = tuple(cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens)
+    return lengths if _INT.issuperset(map(type, lengths)) else _frozen(lengths)
+
+
+def _frozen(value: Any) -> Any:
+    """A value by its contents, and those of a sequence with their types: tensors and arrays can be written to later.
+
+    Raises:
+        TypeError: it is of a type whose contents are not known.
+    """
+    kind = type(value)
+    if kind in _PLAIN or (kind is tuple and _INT.issuperset(map(type, value))):
+        return value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple([(type(each), _frozen(each)) for each in value])
+    if type(value) not in _PLAIN:
+        raise TypeError
+    return value
+
+
+def forget_destroyed(calls: dict[Key, Any]) -> None:
+    """Drop the calls of process groups that were destroyed, which would keep the groups and their memory."""
+    known = distributed_c10d._world.pg_map
+    for key in [key for key in calls if any(group not in known for group in key[0])]:
+        del calls[key]
