@@ -166,6 +166,36 @@ def test_by_itself_with_tokens_that_ranks_do_not_divide(pool: RankPool) -> None:
     assert pool.run(by_itself, 41, ranks=[0, 1, 2]) == [True] * 3
 
 
+def modules_of_torch() -> list[Any]:
+    """torch's modules without gradients, where they have a fused path that calls no function; what is left behind."""
+    group, length = first_ranks(3), 41
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(2, length, 16)
+    shard = cp.shard_sequence(x, group=group)
+    functions = F.scaled_dot_product_attention, F.multi_head_attention_forward
+    refusals = []
+    with torch.no_grad():
+        right, alone = layer(x), layer.self_attn(x, x, x, need_weights=False)[0]
+        with cp.context_parallel_sdpa(group, seqlen=length):
+            for weights in ({}, {"need_weights": True}):
+                try:
+                    with cp.context_parallel_sdpa(group, seqlen=length):
+                        layer.self_attn(shard, shard, shard, **weights)
+                except NotImplementedError as error:
+                    refusals.append(str(error).split(",")[0])
+            torch.testing.assert_close(layer(shard), cp.shard_sequence(right, group=group), **CLOSE)
+            out = layer.self_attn(shard, shard, shard, need_weights=False)[0]
+            torch.testing.assert_close(out, cp.shard_sequence(alone, group=group), **CLOSE)
+    restored = functions == (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+    return [refusals, restored, torch.backends.mha.get_fastpath_enabled()]
+
+
+@pytest.mark.slow
+def test_modules_of_torch_attend_to_the_tokens_of_all_ranks(pool: RankPool) -> None:
+    assert pool.run(modules_of_torch, ranks=[0, 1, 2]) == [[["need_weights is True"] * 2, True, True]] * 3
+
+
 def test_documents_are_numbers_or_a_tensor() -> None:
     one, other = (
         cp.llama3_flash_attn_prepare_cu_seqlens(cu, True, 1, 2) for cu in (DOCUMENTS, torch.tensor(DOCUMENTS))

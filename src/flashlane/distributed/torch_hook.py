@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +45,10 @@ def context_parallel_sdpa(
     In the context, a call raises NotImplementedError for ``attn_mask`` and ``dropout_p``, and ValueError if query and
     key have different lengths, because all of them are this rank's tokens. A module that imported the function by name
     before (``from torch.nn.functional import …``) still calls that of torch.
+
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call the function, too: torch's fused inference path of
+    them (``torch.backends.mha``) is off in the context, as it would attend to this rank's tokens only.
+    ``need_weights=True``, the default of ``nn.MultiheadAttention``, raises NotImplementedError.
     """
 
     Grid.of(group)
@@ -74,9 +80,28 @@ def context_parallel_sdpa(
         tensors = (t.transpose(1, 2) for t in (query, key, value))
         return context_parallel_attn_func(*tensors, dropout_p, scale, is_causal, **where).transpose(1, 2)
 
-    before = F.scaled_dot_product_attention
+    before = F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
     F.scaled_dot_product_attention = attention
+    F.multi_head_attention_forward = _without_weights(F.multi_head_attention_forward)
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = before
+        F.scaled_dot_product_attention, F.multi_head_attention_forward, fused = before
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function of ``nn.MultiheadAttention``, which has attention of its own where weights are returned."""
+    position = list(inspect.signature(forward).parameters).index("need_weights")
+
+    @functools.wraps(forward)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("need_weights", args[position] if len(args) > position else True):
+            raise NotImplementedError(
+                "need_weights is True, as by default; context parallelism returns no attention weights: pass "
+                "need_weights=False to nn.MultiheadAttention"
+            )
+        return forward(*args, **kwargs)
+
+    return refusing
