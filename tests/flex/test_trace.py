@@ -311,3 +311,96 @@ def test_a_function_that_reads_a_layout_is_traced_for_each(way: str) -> None:
     whole = torch.randn(3, 4)
     for table in (torch.randn(4, 4)[1:], torch.randn(4, 3).T, whole, torch.randn(5, 4)[1:4]):
         check(of(table))
+
+
+_four = torch.randn(4)
+
+
+def _written(score: torch.Tensor) -> torch.Tensor:
+    changed = score * 1
+    first = changed.view(()) * 2
+    changed[...] = changed + first
+    changed.fill_(changed.ndim).copy_(score).neg_()
+    return changed
+
+
+def _shifted(score: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    table = (_four * 10).int()
+    table <<= 1
+    return score + (table + 1)[h]
+
+
+def _read_before_and_after(score: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    table = _four.clone()
+    before = table[h] * score
+    table.mul_(3).add_(1)
+    return before + table[h]
+
+
+IN_PLACE = {
+    "a score": lambda score, b, h, q, kv: _written(score),
+    "a copy of a table": lambda score, b, h, q, kv: score * _four.clone().mul_(2).clamp_(min=-1)[h],
+    "a shift of a table": lambda score, b, h, q, kv: _shifted(score, h),
+    "reads before and after": lambda score, b, h, q, kv: _read_before_and_after(score, h),
+    "a view that is used no more": lambda score, b, h, q, kv: (score * 2).view(()).add_(kv).squeeze_().relu_(),
+}
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_what_is_written_in_place_is_read_afterwards(way: str) -> None:
+    check(IN_PLACE[way])
+
+
+def _by_element(score: torch.Tensor, h: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    table[0] = 3.0
+    return score * table[h]
+
+
+def _through_a_view(score: torch.Tensor) -> torch.Tensor:
+    changed = score * 1
+    view = changed.view(())
+    changed += 3 * changed
+    return view
+
+
+def _under_a_view(score: torch.Tensor) -> torch.Tensor:
+    changed = score * 1
+    changed.detach().mul_(2)
+    return changed
+
+
+def _own_row(score: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    row = _table[h].clone()
+    row[0] = 7.0
+    return score + row.sum()
+
+
+WRITES = {
+    "an element of a copy": (lambda score, b, h, q, kv: _by_element(score, h, _four.clone()), "copy_.*shares"),
+    "an element of zeros": (lambda score, b, h, q, kv: _by_element(score, h, torch.zeros(4)), "copy_.*shares"),
+    "an element of a row": (lambda score, b, h, q, kv: _own_row(score, h), "copy_.*shares"),
+    "what a view shows": (lambda score, b, h, q, kv: _through_a_view(score), "add_.*view shares"),
+    "a detached score": (lambda score, b, h, q, kv: _under_a_view(score), "mul_.*shares"),
+    "a captured tensor": (lambda score, b, h, q, kv: score * _four.mul_(1)[h], "captures"),
+    "an output": (lambda score, b, h, q, kv: score * torch.mul(_four, 2, out=torch.zeros(4))[h], "another operand"),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_what_is_written_in_place_and_used_by_another_name_is_refused(way: str) -> None:
+    function, reason = WRITES[way]
+    with pytest.raises(NotImplementedError, match=f"node %.*{reason}"):
+        bind(function, None, CPU)
+
+
+def test_a_long_chain_of_torch_operations_on_captured_tensors_is_copied_once() -> None:
+    """Each of its results is used twice; a walk along all paths would have 2^100 steps."""
+    table = torch.randn(2, dtype=torch.float64)
+
+    def score_mod(score, b, h, q, kv):
+        x = table
+        for _ in range(100):
+            x = x * 0.5 + x * x * 0.01
+        return score + x[h]
+
+    check(score_mod)

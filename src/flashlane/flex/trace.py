@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashlane.flex import aten, rows
+from flashlane.flex import aten, in_place, rows
 from flashlane.flex.expression import Expression, cast, input, make
 from flashlane.flex.integer_range import SMALL
 from flashlane.flex.program import short_name
@@ -180,6 +180,7 @@ class _Translation:
         """Elements of a row of this node that is too long to be code."""
 
     def traced(self) -> Traced:
+        in_place.resolve(self.module.graph, self.refuse)
         for node in self.module.graph.nodes:
             if node.op == "output":
                 (result,) = node.all_input_nodes
@@ -212,9 +213,6 @@ class _Translation:
                 found = None
             if found is not None:
                 self.values[node] = found
-                schema = getattr(node.target, "_schema", None)
-                if schema is not None and schema.is_mutable and node.args:  # in place; by its name __rshift__ would be
-                    self.values[node.args[0]] = found  # type: ignore[index]
             elif self.varies[node]:
                 self.refuse(node)
             # What depends on captured tensors alone is computed before the kernel: see captured().
@@ -331,28 +329,23 @@ class _Translation:
         """The leaves, and the graph that computes from them what the program reads; None where that is the leaves."""
         if all(node.op == "get_attr" for node in self.read):
             return tuple(_attribute(self.module, node) for node in self.read), None
+        needed = in_place.with_operands(self.read)
+        copied = [node for node in self.module.graph.nodes if node in needed]
         graph, new, leaves = torch.fx.Graph(), {}, []
-
-        def copied(node: torch.fx.Node) -> torch.fx.Node:
-            if node not in new:
-                if node.op == "get_attr":
-                    leaves.append(_attribute(self.module, node))
-                    new[node] = graph.placeholder(f"leaf{len(leaves)}")
-                else:
-                    for operand in node.all_input_nodes:
-                        copied(operand)
-                    new[node] = graph.node_copy(node, lambda n: new[n])
-            return new[node]
-
-        for node in self.read:  # a graph's placeholders must come first
-            for leaf in _leaves_of(node):
-                copied(leaf)
-        graph.output(tuple(copied(node) for node in self.read))
+        for node in copied:  # a graph's placeholders must come first
+            if node.op == "get_attr":
+                leaves.append(_attribute(self.module, node))
+                new[node] = graph.placeholder(f"leaf{len(leaves)}")
+        for node in copied:
+            if node.op == "get_attr":
+                continue
+            new[node] = graph.node_copy(node, new.__getitem__)
+            if in_place.is_in_place(node):  # what was read before it was written keeps its value
+                with graph.inserting_before(new[node]):
+                    own = graph.call_function(torch.ops.aten.clone.default, (new[node].args[0],))
+                new[node].update_arg(0, own)
+        graph.output(tuple(new[node] for node in self.read))
         return tuple(leaves), torch.fx.GraphModule({}, graph)
-
-
-def _leaves_of(node: torch.fx.Node) -> list[torch.fx.Node]:
-    return [node] if node.op == "get_attr" else [leaf for n in node.all_input_nodes for leaf in _leaves_of(n)]
 
 
 def _attribute(module: torch.fx.GraphModule, node: torch.fx.Node) -> Any:
