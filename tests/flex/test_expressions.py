@@ -161,3 +161,94 @@ def test_constant_factors_of_a_derivative_are_one(outside: int, inside: int, fac
         assert number.value == factor
         (slope,) = (operand for operand in slope.operands if operand.op != "constant")
     assert slope.op == "sub"  # 1 - tanh(...)^2
+
+
+NAN, INF = float("nan"), float("inf")
+OF_NAN = {
+    "relu": torch.relu,
+    "relu6": torch.nn.functional.relu6,
+    "clamp": lambda x: torch.clamp(x, -1, 1),
+    "a bound that is NaN": lambda x: torch.clamp(x, min=NAN),
+    "an upper bound that is NaN": lambda x: torch.clamp(x, max=NAN),
+    "a bound of a tensor": lambda x: torch.clamp(x, min=torch.sqrt(x)),
+    "bounds of tensors": lambda x: torch.clamp(x, torch.log(x + 2), torch.log(x)),
+}
+
+
+@pytest.mark.parametrize("name", OF_NAN)
+def test_nan_is_torchs(name: str) -> None:
+    function = OF_NAN[name]
+    program, _ = bind(lambda score, b, h, q, kv: function(score), None, CPU, "f64")
+    score = torch.tensor([NAN, -INF, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 7.0, INF], dtype=torch.float64).requires_grad_()
+    expected = function(score)
+    (slope,) = torch.autograd.grad(expected.sum(), score)
+    inputs = {"score": score.detach(), **places((1, 1, 1, 1))}
+    found = [t.expand_as(score) for t in evaluate([program.score, derivative.of_score(program.score)], inputs, (), ())]
+    torch.testing.assert_close(found[0], expected.detach(), equal_nan=True)
+    ordinary = score.detach().isfinite() & (score.detach() > 0)  # elsewhere a square root or a logarithm has no slope
+    torch.testing.assert_close(found[1][ordinary], slope[ordinary])
+
+
+SHORT_TYPES = {
+    "uint8": torch.tensor([0, 5, 44, 250, 255], dtype=torch.uint8),
+    "int8": torch.tensor([-128, -56, 0, 44, 127], dtype=torch.int8),
+    "int16": torch.tensor([-(2**15), -3, 0, 300, 2**15 - 1], dtype=torch.int16),
+    "int32": torch.tensor([1 - 2**31, -3, 0, 300, 2**31 - 1], dtype=torch.int32),
+}
+WITH_A_NUMBER = {
+    "above": lambda x, n: x > n,
+    "equal": lambda x, n: x == n,
+    "the number above": lambda x, n: n >= x,
+    "quotient": lambda x, n: x // n,
+    "remainder": lambda x, n: x % n,
+    "fmod": lambda x, n: torch.fmod(x, n),
+    "towards zero": lambda x, n: torch.div(x, n, rounding_mode="trunc"),
+    "sum": lambda x, n: x + n,
+    "difference": lambda x, n: n - x,
+    "product": lambda x, n: x * n,
+    "bits": lambda x, n: x ^ n,
+    "a shift": lambda x, n: x >> n,
+    "clamp": lambda x, n: torch.clamp(x, min=n),
+    "where": lambda x, n: torch.where(x > 3, x, n),
+}
+
+
+@pytest.mark.parametrize("dtype", SHORT_TYPES)
+@pytest.mark.parametrize("way", WITH_A_NUMBER)
+def test_a_number_becomes_one_of_the_captured_tensors_type_first(way: str, dtype: str) -> None:
+    """It wraps around there, as in torch; what torch refuses is refused."""
+    table, function = SHORT_TYPES[dtype], WITH_A_NUMBER[way]
+    compared = 0
+    for number in (300, 200, 3, -1, -3, 70_000, 2**31 + 5):
+        score_mod = lambda score, b, h, q, kv: score + function(table[kv], number)  # noqa: B023, E731
+        try:
+            expected = function(table, number)
+        except RuntimeError:  # torch refuses it
+            continue
+        try:
+            program, arguments = bind(score_mod, None, CPU, "f64")
+        except NotImplementedError:
+            assert dtype == "uint8" and number < -255
+            continue
+        inputs = {"score": torch.zeros(1, 1, 1, 5, dtype=torch.float64), **places((1, 1, 1, 5))}
+        (found,) = evaluate([program.score], inputs, arguments.tensors, arguments.integers)
+        assert torch.equal(found.view(-1), expected.double()), (number, found, expected)
+        compared += 1
+    assert compared >= 3
+
+
+def test_a_number_that_torch_refuses_for_a_captured_tensors_type_is_refused() -> None:
+    small = SHORT_TYPES["uint8"]
+    for function in (lambda x: torch.clamp(x, max=300), lambda x: x.masked_fill(x > 3, 300)):
+        with pytest.raises(NotImplementedError, match="number 300 is outside of the tensor's type, u8"):
+            bind(lambda score, b, h, q, kv: score + function(small[kv]) + small[q], None, CPU)  # noqa: B023
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_number_is_rounded_to_a_short_floating_type_as_torch_does(dtype: torch.dtype) -> None:
+    table = torch.tensor([0.1, 0.3, 1.0, -2.7], dtype=dtype)
+    for function in (lambda x: x == 0.1, lambda x: x > 0.3, lambda x: torch.fmod(x, 0.3), lambda x: x % 0.1):
+        program, arguments = bind(lambda score, b, h, q, kv: score + function(table[kv]), None, CPU, "f64")  # noqa: B023
+        inputs = {"score": torch.zeros(1, 1, 1, 4, dtype=torch.float64), **places((1, 1, 1, 4))}
+        (found,) = evaluate([program.score], inputs, arguments.tensors, arguments.integers)
+        assert torch.equal(found.view(-1), function(table).double())

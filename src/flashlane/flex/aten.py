@@ -8,6 +8,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from flashlane.flex.expression import (
     BITS,
     FLOATING,
@@ -21,6 +23,7 @@ from flashlane.flex.expression import (
     where,
     wrapped,
 )
+from flashlane.flex.program import torch_type
 
 Lift = Callable[[int], Expression]
 _ARITHMETIC = {"f16": "f32", "bf16": "f32", "u8": "i32", "i8": "i32", "i16": "i32"}
@@ -38,6 +41,8 @@ _RENAMED |= {"greater": "gt", "less": "lt", "arctan": "atan", "arcsin": "asin", 
 _SAME = ("clone", "alias", "view", "expand", "squeeze", "unsqueeze", "reshape", "lift_fresh", "lift_fresh_copy")
 _MADE = {"full": 1, "full_like": 1, "scalar_tensor": 0, "new_full": 2}
 """Operations that fill a tensor with one number, and the position of that number among their arguments."""
+_ROUNDS_NUMBERS = ("fmod", "remainder")
+"""Operations for which torch rounds a Python number to the type of a short tensor."""
 _CHECKED = ("clamp", "clamp_min", "clamp_max", "where", "masked_fill")
 """Operations for which torch refuses a number that their type does not hold; for others it wraps."""
 
@@ -94,6 +99,8 @@ def translate(
         others = [a for a in (*args, *kwargs.values()) if isinstance(a, Expression)]
         args = [_in(a, dtype, others, name in _CHECKED) for a in args]
         kwargs = {key: _in(a, dtype, others, name in _CHECKED) for key, a in kwargs.items()}
+        if name in _ROUNDS_NUMBERS:
+            args = [_rounded(a, dtype) for a in args]
     found = rule(name, args, kwargs, _ARITHMETIC.get(dtype, dtype), lift)
     return None if found is None else cast(found, dtype)
 
@@ -122,6 +129,13 @@ def _in(value: Any, dtype: str, others: Sequence[Expression], checked: bool = Fa
     if checked and not (dtype == "u8" and -256 < value < 0):
         raise Untranslatable(f"the number {value} is outside of the tensor's type, {dtype}")
     return wrapped(value, dtype)
+
+
+def _rounded(value: Any, dtype: str) -> Any:
+    """A Python number as a number of f16 or bf16; anything else, and for another type, is returned."""
+    if type(value) not in (int, float) or dtype not in ("f16", "bf16"):
+        return value
+    return torch.tensor(value, dtype=torch_type(dtype)).item()
 
 
 def _has_index(tensors: Sequence[Expression]) -> bool:
@@ -204,7 +218,7 @@ def _compare(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift
             sides = [a if a is far[0] else 0 for a in args[:2]]
             return constant(getattr(operator, name)(*sides), "bool")
     work = _ARITHMETIC.get(kind, kind)
-    return binary(name, *(_as(_in(a, kind, others), work, lift) for a in args[:2]))
+    return binary(name, *(_as(_rounded(_in(a, kind, others), kind), work, lift) for a in args[:2]))
 
 
 def _logic(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
@@ -270,7 +284,10 @@ def _pow(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Li
 
 
 def _clamp(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
-    """At a bound the clamped value gets the whole gradient, as in torch; a minimum or maximum would give it half."""
+    """At a bound the clamped value gets the whole gradient, as in torch; a minimum or maximum would give it half.
+
+    Where a bound is NaN the result is NaN.
+    """
     values = dict(zip(("min", "max"), args[1:], strict=False))
     if name == "clamp_max":
         values = {"max": args[1]}
@@ -279,13 +296,25 @@ def _clamp(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: 
     for key, op in (("min", "lt"), ("max", "gt")):
         if (bound := values.get(key)) is not None:
             limit = _as(bound, work, lift)
-            x = where(binary(op, x, limit), limit, x)
+            beyond = binary(op, x, limit)
+            if _may_be_nan(limit):
+                beyond = binary("or", unary("isnan", limit), beyond)
+            x = where(beyond, limit, x)
     return x
 
 
+def _may_be_nan(e: Expression) -> bool:
+    if e.op == "constant":
+        return isinstance(e.value, float) and math.isnan(e.value)
+    while e.op == "cast" and e.dtype in FLOATING:
+        e = e.operands[0]
+    return e.dtype in FLOATING
+
+
 def _relu(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
+    """NaN stays NaN, as in torch: it is not below 0."""
     x = _as(args[0], work)
-    return where(binary("gt", x, number(0, work)), x, number(0, work))
+    return where(binary("le", x, number(0, work)), number(0, work), x)
 
 
 def _softplus(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
