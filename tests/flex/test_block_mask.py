@@ -429,3 +429,47 @@ def test_every_second_key_before_a_query_within_a_distance_that_nothing_exceeds(
     shown = torch_flex.create_mask(mask, None, None, 256, 256, "cpu")
     out = torch.nn.functional.scaled_dot_product_attention(q, q, q, shown)
     torch.testing.assert_close(flashlane.flex_attention(q, q, q, None, found), out)
+
+
+@pytest.mark.parametrize("prefixes", [[3, 50], [3], [3, 50, 20, 1]])
+def test_a_mask_of_batch_rows_is_made_for_these(prefixes: list[int]) -> None:
+    mask, n = masks.prefix_lm(torch.tensor(prefixes)), len(prefixes)
+    same_lists(
+        flashlane.create_block_mask(mask, n, None, 100, 100, "cpu"),
+        torch_flex.create_block_mask(mask, n, None, 100, 100, "cpu"),
+    )
+    for batch in {None, 1, 3} - ({None, n} if n == 1 else {n}):
+        with pytest.raises(ValueError, match=f"B is {batch}; .* of {n} batch rows, so that it must be {n}"):
+            flashlane.create_block_mask(mask, batch, None, 100, 100, "cpu")
+
+
+OUTSIDE = {
+    "a table of keys": (lambda b, h, q, kv: torch.ones(10).bool()[kv], (64, 64)),
+    "a hidden half": (lambda b, h, q, kv: (q < 0) & torch.ones(10).bool()[kv], (64, 64)),
+    "a table of heads": (lambda b, h, q, kv: torch.ones(2).bool()[h] | (q >= 0), (64, 64)),
+    "the last query": (lambda b, h, q, kv: torch.ones(63).bool()[q], (64, 64)),
+    "an index that is computed": (lambda b, h, q, kv: torch.ones(40).bool()[q - kv // 2], (64, 64)),
+    "too far from the end": (lambda b, h, q, kv: torch.ones(40).bool()[q - kv] | (q >= 0), (32, 64)),
+    "an index that is read": (lambda b, h, q, kv: torch.ones(4).bool()[torch.arange(64)[q] // 2], (64, 64)),
+}
+
+
+@pytest.mark.parametrize("size", [16, 48])
+@pytest.mark.parametrize("way", OUTSIDE)
+def test_an_index_outside_of_a_captured_tensor_raises_on_a_cpu(way: str, size: int) -> None:
+    """Also where bounds tell what a block is without it."""
+    mask, lengths = OUTSIDE[way]
+    for make in (torch_flex.create_block_mask, flashlane.create_block_mask):
+        with pytest.raises(IndexError):
+            make(mask, 1, 3, *lengths, device="cpu", BLOCK_SIZE=size)
+
+
+@pytest.mark.parametrize("length", [64, 50])
+def test_an_index_that_bounds_hold_inside_of_a_tensor_is_not_evaluated(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_evaluated", None)
+    table, of_half = torch.ones(length).bool(), torch.ones(length).bool()
+    mask = lambda b, h, q, kv: table[q] & table[-1 - kv] & of_half[kv // 2] & of_half[(q - kv).clamp(-3, 3)]  # noqa: E731
+    found = flashlane.create_block_mask(mask, 1, 1, length, length, "cpu", BLOCK_SIZE=16)
+    assert (blocks.states(found)[:, :, :3, :3] == blocks.FULL).all()

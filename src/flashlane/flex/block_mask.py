@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from flashlane.core.validate import whole_number
-from flashlane.flex import blocks, device_blocks, neighbourhoods, packed, windows
+from flashlane.flex import blocks, device_blocks, masks, neighbourhoods, packed, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.bounds import Grid, bounds
 from flashlane.flex.evaluate import evaluate
@@ -64,7 +64,8 @@ def create_block_mask(
     Raises:
         NotImplementedError: the mask function does what programs do not (the message names the node), or this torch
             has no order of dQ writes.
-        ValueError: a size or a length is negative, or a block size is not positive.
+        ValueError: a size or a length is negative, a block size is not positive, or a named mask is of another number
+            of batch rows.
         TypeError: the mask function does not return a scalar tensor.
     """
     if device is None:
@@ -89,6 +90,9 @@ def create_block_mask(
     if _compile:
         warnings.warn("_compile=True changes nothing: flashlane's create_block_mask needs no compiler", stacklevel=2)
     lengths, batch_and_heads = (Q_LEN, KV_LEN), (1 if B is None else B, 1 if H is None else H)
+    rows = mask_mod.batch if isinstance(mask_mod, masks.Mask) else None
+    if rows is not None and batch_and_heads[0] != rows:
+        raise ValueError(f"B is {B}; the mask {mask_mod.name} is of {rows} batch rows, so that it must be {rows}")
     neighbourhood = getattr(mask_mod, "neighbourhood", None)
     by_kernel = device.type == "cuda" and neighbourhood is not None and neighbourhood.holds_for(*lengths)
     intervals = mask_mod.intervals(*lengths, device) if hasattr(mask_mod, "intervals") and not by_kernel else None
@@ -169,11 +173,17 @@ def _states_by_bounds(
         full = torch.full((), blocks.FULL, dtype=torch.int8, device=device)
         return (full if full_states is None else full_states).expand(shape)
     grid = Grid(first, last, {k: blocks_of[k] for k in ("q", "kv")}, dict(zip(("q", "kv"), size, strict=True)))
-    found = bounds(program.mask, grid, arguments.tensors, arguments.integers)
+    # An index outside of a captured tensor raises on a CPU, where all pairs of a block that may have one are evaluated.
+    outside: list[torch.Tensor] | None = None if device.type == "cuda" else []
+    found = bounds(program.mask, grid, arguments.tensors, arguments.integers, outside)
     unsettled = found.high.to(torch.int8) * blocks.UNKNOWN  # UNKNOWN where a pair may be visible, else HIDDEN
     if full_states is None:
-        return (unsettled - found.low.to(torch.int8) * (blocks.UNKNOWN - blocks.FULL)).expand(shape)
-    return torch.where(found.low, full_states, unsettled).expand(shape)
+        states = unsettled - found.low.to(torch.int8) * (blocks.UNKNOWN - blocks.FULL)
+    else:
+        states = torch.where(found.low, full_states, unsettled)
+    for blocks_outside in outside or ():
+        states = torch.where(blocks_outside, blocks.UNKNOWN, states)
+    return states.expand(shape)
 
 
 def _look_at_pairs(

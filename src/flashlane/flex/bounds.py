@@ -68,7 +68,11 @@ class Grid:
 
 
 def bounds(
-    root: Expression, grid: Grid, tensors: Sequence[torch.Tensor] | None, integers: Sequence[int] | None
+    root: Expression,
+    grid: Grid,
+    tensors: Sequence[torch.Tensor] | None,
+    integers: Sequence[int] | None,
+    outside: list[torch.Tensor] | None = None,
 ) -> Bounds:
     """The bounds of an expression in each block; where nothing is known they are infinite, or False and True.
 
@@ -77,6 +81,8 @@ def bounds(
         grid: the blocks.
         tensors: what it reads; None: tensors with any elements.
         integers: the values of its ``integer`` parts; None: any.
+        outside: for each index of a load in which it may lie outside of the tensor, the blocks that may have such pairs
+            are appended, as a bool tensor.
     """
     of_expression: dict[Expression, Bounds] = {}
     pools: Pools = {}
@@ -97,6 +103,9 @@ def bounds(
             low = high = torch.full((), float(number), dtype=torch.float64, device=device)  # type: ignore[arg-type]
         elif e.op == "load":
             low, high = _load(e, tensors[e.value], operands, grid, pools)  # type: ignore[index]
+            if outside is not None:
+                for index, size in zip(operands, tensors[e.value].shape, strict=True):  # type: ignore[index]
+                    outside.append(~((index.low >= -size) & (index.high < size)))
         else:
             low, high = _operation(e, operands, integers)
         if e.op in ROUNDED and e.dtype in FLOATING:

@@ -49,6 +49,8 @@ class Mask:
     """The number of queries and of keys for which ``bounds`` holds; 0: any."""
     reads_tokens: bool = False
     """Whether the function reads something of each of these tokens, so that there may not be more."""
+    batch: int | None = None
+    """The number of batch rows of which the function reads something of each; None: any."""
     made_by: tuple[str, tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
     """The function of this module that made it, and its arguments, of which a copy in another process is made.
 
@@ -217,6 +219,8 @@ def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
 def prefix_lm(prefix: int | torch.Tensor) -> Mask:
     """Every token sees the first ``prefix`` keys (a number, or integers ``(B,)``) and all tokens up to itself.
 
+    Block lists of a tensor have a batch row for each of its numbers.
+
     Raises:
         ValueError: ``prefix`` is a negative number, or a tensor of another shape or type.
     """
@@ -241,7 +245,7 @@ def prefix_lm(prefix: int | torch.Tensor) -> Mask:
             end = (q + 1).clamp_min(prefix)
         return [(torch.zeros_like(end), end.clamp_max(keys))]
 
-    return Mask("prefix-lm", visible, bounds)
+    return Mask("prefix-lm", visible, bounds, batch=len(prefix) if isinstance(prefix, torch.Tensor) else None)
 
 
 @_named
