@@ -99,9 +99,10 @@ except SystemExit:
     [
         (("benhc",), r"error: no such command 'benhc'\. Did you mean 'bench'\?", "flashlane"),
         (("bench", "--peer", "none"), r"error: no such option: --peer .*--peers.*", "flashlane bench"),
-        (("bench", "--iters", "x"), r"error: invalid value for '--iters'.*", "flashlane bench"),
+        (("bench", "--iters", "x"), r"error: --iters is 'x'; it may be a whole number", "flashlane bench"),
+        (("bench", "--timeout=x"), r"error: --timeout is 'x'; it may be a number", "flashlane bench"),
         (("bench", "--N", "1", "--N", "2"), r"error: --N is given twice; .*", "flashlane bench"),
-        (("bench", "suite"), r"error: missing argument '?suite'?.*", "flashlane bench suite"),
+        (("bench", "suite"), r"error: missing argument '?SUITE'?.*", "flashlane bench suite"),
     ],
 )
 def test_what_the_parser_refuses_is_a_line_and_a_hint(words, message, asked):

@@ -70,16 +70,17 @@ def test_pngs_of_one_and_of_all(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "name is 'nope'; it may be causal, sliding-window": ["nope"],
-    "window is (3,); chunks takes block": ["chunks", "--window", "3"],
-    "--lengths is 'a'; it is whole numbers": ["documents", "--lengths", "a"],
-    "lengths is (3, 4); they are positive, and their sum must be 64": ["documents", "--lengths", "3,4"],
-    "--N is 0; at least 1": ["causal", "--N", "0"],
+    "NAME is 'nope'; it may be causal, sliding-window": ["nope"],
+    "--window is 3; chunks takes block": ["chunks", "--window", "3"],
+    "--lengths is 'a'; it is whole numbers with commas: 20,12,32": ["documents", "--lengths", "a"],
+    "--lengths is 3,4; they are positive, and their sum must be 64": ["documents", "--lengths", "3,4"],
+    "--N is 0; it must be at least 1": ["causal", "--N", "0"],
     "a picture may have 1 to 4096": ["causal", "--N", "5000", "--show"],
     "names a file that ends in .png": ["causal", "--png", "x.jpg"],
-    "grid is (3, 3), which are 9 tokens; there are 64": ["neighbourhood-2d", "--grid", "3,3"],
+    "--grid is 3,3, which are 9 tokens; there are 64": ["neighbourhood-2d", "--grid", "3,3"],
     "NAME is missing": ["--show"],
-    "each token twice": ["block-diffusion", "--N", "63"],
+    "--window is 'a'; it is whole numbers with commas: 512,0": ["chunks", "--window", "a"],
+    "--N is 63; block diffusion has each token twice": ["block-diffusion", "--N", "63"],
     "parents and lengths go together": ["prefix-tree", "--parents=-1,0"],
 }
 

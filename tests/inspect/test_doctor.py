@@ -32,7 +32,6 @@ EXPECTED = [
     "numpy",
     "triton",
     "cuda-bindings",
-    "cuda-core",
     "cache",
     "flash-attn",
     "flash-attn-3",

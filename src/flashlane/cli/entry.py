@@ -9,6 +9,7 @@ import codecs
 import errno
 import io
 import os
+import re
 import signal
 import sys
 from typing import Any, NoReturn
@@ -98,11 +99,27 @@ def _misused(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
     else:
-        text = " ".join(error.format_message().split())
+        text = _of_value(" ".join(error.format_message().split()))
         sys.stderr.write(f"error: {text[:1].lower()}{text[1:]}\n")
         if context is not None:
             sys.stderr.write(f"{context.command_path} --help says what there is\n")
     return int(error.exit_code)
+
+
+WANTED = {"valid integer": "a whole number", "valid number": "a number"}
+"""What an option may be, by words of the parser's message."""
+
+
+def _of_value(message: str) -> str:
+    """What an option was given and what it may be, where a number was not one; the parser's own text has neither."""
+    wanted = next((what for words, what in WANTED.items() if words in message), "")
+    options = re.findall(r"'(-[^']*)'", message)
+    for place, word in enumerate(sys.argv if wanted else ()):
+        option, equals, value = word.partition("=")
+        if option in options:
+            value = value if equals else (sys.argv[place + 1 : place + 2] or [""])[0]
+            return f"{option} is {value!r}; it may be {wanted}"
+    return message
 
 
 def loaded() -> None:

@@ -76,7 +76,7 @@ def layout_command(
     from flashlane.kernels.tile_layout import alternatives, kernel_tiles
 
     if rows < 1:
-        raise ValueError(f"--rows is {rows}; at least 1")
+        raise ValueError(f"--rows is {rows}; it must be at least 1")
     xor_row4 = xor_row4 or old_xor_row4  # --founding is what the option was called before
     flags = {"plain": plain, "padded": pad, "swizzled": swizzle, "xor-row4": xor_row4}
     flags_on = [name for name, on in flags.items() if on]
@@ -85,12 +85,13 @@ def layout_command(
     heading = ""
     if tag is None:
         o.refuse(of_kernel, "goes with --tag; the width of a tile is --columns")
-        tiles = free_tiles(
-            COLUMNS if columns is None else columns,
-            rows,
-            THREADS if threads is None else threads,
-            list(flags) if compare else flags_on,
-        )
+        with o.named("--columns", "columns"), o.named("--threads", "threads"):
+            tiles = free_tiles(
+                COLUMNS if columns is None else columns,
+                rows,
+                THREADS if threads is None else threads,
+                list(flags) if compare else flags_on,
+            )
     else:
         o.refuse({**of_tile, "--xor-row4": xor_row4}, "goes without --tag; the kernel says how its tiles lie")
         problem = _problem(sizes, arch or ARCH)

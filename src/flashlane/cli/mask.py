@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -87,7 +90,8 @@ def mask_command(
             raise ValueError("NAME is missing; without it --N and --png are all there is to say")
         _list_all(tokens, png, block_size)
         return
-    mask = mask_of(name, parameters)
+    with _options_named():
+        mask = mask_of(name, parameters)
     from flashlane.bench.present.table import make_console
     from flashlane.core.files import write_named
     from flashlane.inspect import mask_view
@@ -127,19 +131,39 @@ def mask_command(
     )
 
 
+@contextlib.contextmanager
+def _options_named() -> Iterator[None]:
+    """Errors about a parameter of a mask name the option that gave it, and what was written there."""
+    options = {"name": "NAME", "tokens": "--N"}
+    fields = "name|tokens|window|first|lengths|parents|block|prefix|grid"
+
+    def written(match: re.Match[str]) -> str:
+        numbers = ",".join(re.findall(r"-?\d+", match[2] or ""))
+        return f"{options.get(match[1], f'--{match[1]}')} is {numbers}"
+
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(rf"^({fields}) is (\([^)]*\))?", written, str(error))) from None
+
+
+EXAMPLES = {"window": "512,0", "lengths": "20,12,32", "parents": "-1,0,0", "grid": "8,8"}
+"""How numbers of an option are written."""
+
+
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{option} is {text!r}; it is whole numbers with commas: 20,12,32") from None
+        raise ValueError(f"{option} is {text!r}; it is whole numbers with commas: {EXAMPLES[option[2:]]}") from None
 
 
 def _check(tokens: int, block: int | None, block_size: int, png: Path | None) -> None:
     for option, number in (("--N", tokens), ("--block", block), ("--block-size", block_size)):
         if number is not None and number < 1:
-            raise ValueError(f"{option} is {number}; at least 1")
+            raise ValueError(f"{option} is {number}; it must be at least 1")
     if png is not None and png.suffix != ".png":
         raise ValueError(f"--png is {str(png)!r}; it names a file that ends in .png")
 

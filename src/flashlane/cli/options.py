@@ -272,12 +272,12 @@ def refuse(options: Mapping[str, object], why: str) -> None:
 
 
 @contextlib.contextmanager
-def named(option: str) -> Iterator[None]:
-    """Errors about the name of a kernel or a peer name the option that gave it."""
+def named(option: str, arguments: str = "kernel|tag") -> Iterator[None]:
+    """Errors about an argument, by default the name of a kernel or a peer, name the option that gave it."""
     try:
         yield
     except ValueError as error:
-        raise type(error)(re.sub(r"^(kernel|tag) is ", f"{option} is ", str(error))) from None
+        raise type(error)(re.sub(rf"^({arguments}) is ", f"{option} is ", str(error))) from None
 
 
 def check_file(path: Path, name: str) -> Path:

@@ -110,22 +110,27 @@ def prebuild_command(
         console.print(f"PTX of {count} kernels for {', '.join(archs)} in {out}", highlight=False, soft_wrap=True)
         raise typer.Exit(1 if wrong else 0)
     console.print(
-        f"{len(built.compiled)} kernels of {len(dict.fromkeys(problems))} problems for {', '.join(archs)}: "
+        f"{_counted(len(built.compiled), 'kernel')} of {_counted(len(dict.fromkeys(problems)), 'problem')} for {', '.join(archs)}: "
         f"{built.fresh} compiled, {len(built.compiled) - built.fresh} there before, {built.bytes / 1e6:.1f} MB",
         highlight=False,
     )
     if without:
-        console.print(f"{without} problems have no kernel to compile here: Triton compiles theirs at the first call")
+        console.print(f"problems without a kernel to compile here: {without}; Triton compiles theirs at the first call")
     console.print(f"in {cache.default().folder}", highlight=False, soft_wrap=True)
     if wrong:
         raise typer.Exit(1)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _present_arch() -> str:
     import torch
 
     from flashlane.core.arch import arch_of
+    from flashlane.jit import LIMITS
 
     if not torch.cuda.is_available():
-        raise ValueError("--arch is not given, and there is no GPU; it may be sm_80, sm_90a, …")
+        raise ValueError(f"--arch is not given, and there is no GPU; it may be a list of {', '.join(LIMITS)}")
     return str(arch_of(torch.device("cuda", torch.cuda.current_device())))

@@ -30,6 +30,7 @@ CPU_SECONDS = 40.0
 SuiteName = Annotated[
     str,
     typer.Argument(
+        metavar="SUITE",
         help=f"Which table: {', '.join(SUITES)}.",
         autocompletion=complete.one_of(SUITES),
     ),

@@ -119,9 +119,10 @@ def _gpu(device: str | None) -> torch.device:
 
     where = resolve_device(device)
     if where.type != "cuda":
+        found = "there is no GPU here" if device is None else f"--device is {device!r}"
         raise ValueError(
-            f"--device is {str(where)!r}; flashlane tune times kernels on a GPU, and needs one (see flashlane doctor); "
-            "without it the kernels' heuristics decide"
+            f"{found}; flashlane tune times kernels on a GPU, and needs one (see flashlane doctor); without it the "
+            "kernels' heuristics decide"
         )
     return where
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from flashlane.core import aliases
 from flashlane.core.repeats import Repeat, RepeatBackward
-from flashlane.core.suggestions import suggest
+from flashlane.core.suggestions import KERNELS_LISTED_BY, suggest
 
 if TYPE_CHECKING:
     import torch
@@ -509,9 +509,8 @@ class _Table(Generic[K]):
         tag = aliases.KERNELS.get(tag, tag)
         found = self.kernels.get(tag) or self.load().get(tag)
         if found is None:
-            raise ValueError(
-                f"kernel is {tag!r}, which no {self.called} is called; {suggest(tag, tuple(self.kernels))}"
-            )
+            known = suggest(tag, tuple(self.kernels), KERNELS_LISTED_BY)
+            raise ValueError(f"kernel is {tag!r}, which no {self.called} is called; {known}")
         return found
 
     @contextlib.contextmanager

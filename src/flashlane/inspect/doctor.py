@@ -132,9 +132,6 @@ _PACKAGES = (
     _Package("python", "numpy", "numpy", "torch cannot hand out arrays", "pip install numpy"),
     _Package("python", "triton", "triton", "no Triton kernels, no disassembler", "pip install triton (Linux)"),
     _Package("python", "cuda-bindings", "cuda.bindings", "nothing compiles", NVRTC_EXTRA),
-    _Package(
-        "python", "cuda-core", "cuda.core", "nothing: jit calls cuda-bindings itself", "pip install cuda-core", True
-    ),
 )
 _PEERS = (
     _Package(

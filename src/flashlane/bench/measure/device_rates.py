@@ -153,9 +153,14 @@ class Placed:
         return self.tflops / self.attainable
 
     @property
-    def bound_by(self) -> str:
+    def lower_ceiling(self) -> str:
         """The ceiling that is lower at this intensity."""
         return "matrix rate" if self.intensity >= self.ridge else "copy rate"
+
+    @property
+    def bound_by(self) -> str:
+        """What limits the rate: the lower ceiling, or neither."""
+        return "neither" if self.share < LATENCY_SHARE else self.lower_ceiling
 
 
 LATENCY_SHARE = 0.15
@@ -195,7 +200,9 @@ def sentence(points: list[Placed]) -> str:
     placed = [p for p in best.values() if p is not None]
     first = placed[0]
     side = "above" if first.intensity >= first.ridge else "below"
-    text = f"{first.intensity:.0f} FLOP/byte, {side} the ridge at {first.ridge:.0f}: the {first.bound_by} bounds it"
+    text = (
+        f"{first.intensity:.0f} FLOP/byte, {side} the ridge at {first.ridge:.0f}: the {first.lower_ceiling} bounds it"
+    )
     if all(p.share < LATENCY_SHARE for p in placed):
         text = (
             f"{first.intensity:.0f} FLOP/byte; neither ceiling bounds it, everything is below "

@@ -569,7 +569,10 @@ def select_peers(text: str) -> tuple[Peer, ...]:
         return PEERS if word == "all" else ()
     names = [name.strip() for name in text.split(",") if name.strip()]
     names = [aliases.PEERS.get(name, aliases.PEERS.get(name.strip("()"), name)).strip("()") for name in names]
-    chosen = parse_names(",".join(names), "--peers", [tag.strip("()") for tag in peer_tags()])
+    known = [tag.strip("()") for tag in peer_tags()]
+    chosen = parse_names(",".join(names), "--peers", (*known, "all", "none"))
+    if not set(chosen) <= set(known):
+        raise ValueError(f"--peers is {text!r}; it may be a list of {', '.join(known)}, or all or none alone")
     return tuple(peer for peer in PEERS if peer.tag.strip("()") in chosen)
 
 

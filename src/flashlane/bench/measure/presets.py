@@ -48,7 +48,7 @@ def select_presets(text: str) -> tuple[Preset, ...]:
 
     if text.strip() == "all":
         return tuple(PRESETS.values())
-    names = parse_names(text, "--preset", tuple(PRESETS))
-    if not names:
-        raise ValueError(f"--preset is {text!r}; it may be a list of {', '.join(PRESETS)}, or all")
+    names = parse_names(text, "--preset", (*PRESETS, "all"))
+    if not names or "all" in names:
+        raise ValueError(f"--preset is {text!r}; it may be a list of {', '.join(PRESETS)}, or all alone")
     return tuple(PRESETS[name] for name in names)

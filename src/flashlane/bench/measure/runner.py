@@ -35,7 +35,7 @@ from flashlane.bench.measure.timing import Settings, Timing, clocks_for, host_co
 from flashlane.core import aliases, registry
 from flashlane.core.problem import FEATURES, AttentionProblem, arch_of
 from flashlane.core.registry import CompiledKernel, DeviceKernel, Kernel
-from flashlane.core.suggestions import suggest
+from flashlane.core.suggestions import KERNELS_LISTED_BY, suggest
 from flashlane.inspect.compile_report import Usage, backward_device_kernels, first_line, report_problem, usage_of
 from flashlane.kernels.features import BIAS, CACHE, DROPOUT, PAGED, VARLEN
 
@@ -72,7 +72,7 @@ class Selection:
         for tag in self.tags:
             if tag not in tags_of_kernels:
                 peer = tag if tag in peer_tags() else aliases.PEERS.get(tag)
-                hint = f"it is the peer {peer} (--peers)" if peer else suggest(tag, tags_of_kernels)
+                hint = f"it is the peer {peer} (--peers)" if peer else suggest(tag, tags_of_kernels, KERNELS_LISTED_BY)
                 raise ValueError(f"--kernels has {tag!r}, which no kernel is called; {hint}")
         for word in self.words:
             if not any(word in tag for tag in tags_of_kernels):
@@ -107,7 +107,7 @@ def _near(word: str, known: tuple[str, ...]) -> str:
     if any(word in tag for tag in peer_tags()):
         return "it is in a peer's: use --peers"
     words = {word for tag in known for word in tag.replace("(", "+").replace(")", "+").split("+") if word}
-    return suggest(word, (*sorted(words), *known))
+    return suggest(word, (*sorted(words), *known), KERNELS_LISTED_BY)
 
 
 @dataclass
