@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -126,6 +127,33 @@ def test_rotary_takes_offsets_for_each_sequence_for_all_and_packed_ones(interlea
         rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=18)
 
 
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"sin": torch.randn(19, 3)}, ValueError, "sin has shape (19, 3); it must be that of cos, (20, 3)"),
+        ({"sin": torch.randn(20, 4)}, ValueError, "sin has shape (20, 4); it must be that of cos, (20, 3)"),
+        ({"seqlen_offsets": -1}, ValueError, "seqlen_offsets is -1; it must be at least 0"),
+        ({"seqlen_offsets": torch.tensor([4, -2])}, ValueError, "seqlen_offsets is [4, -2]; each must be at least 0"),
+        ({"seqlen_offsets": torch.tensor([4, 18])}, ValueError, "cos has 20 positions; it must have at least 21"),
+        ({"seqlen_offsets": torch.tensor([4])}, ValueError, "seqlen_offsets has shape (1,); it must be (batch,), (2,)"),
+        ({"seqlen_offsets": torch.tensor([4.0, 5.0])}, TypeError, "seqlen_offsets has dtype torch.float32"),
+        ({"seqlen_offsets": 1.5}, TypeError, "seqlen_offsets is a float; it must be a whole number"),
+        ({"seqlen_offsets": 17, "cu_seqlens": cumulative([4, 2])}, ValueError, "it must have at least 21"),
+        ({"seqlen_offsets": torch.tensor([17, 0]), "cu_seqlens": cumulative([4, 2])}, ValueError, "at least 21"),
+    ],
+)
+def test_positions_outside_of_the_tables_are_named(given: dict[str, Any], kind: Any, message: str) -> None:
+    x = torch.randn(6, 2, 8) if "cu_seqlens" in given else torch.randn(2, 3, 2, 8)
+    with pytest.raises(kind, match=re.escape(message)):
+        rotary.apply_rotary_emb(x, **{"cos": torch.randn(20, 3), "sin": torch.randn(20, 3), **given})
+
+
+def test_an_offset_without_axes_is_that_of_all_sequences() -> None:
+    x, cos, sin = torch.randn(2, 3, 2, 8), torch.randn(20, 3), torch.randn(20, 3)
+    want = rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=5)
+    assert torch.equal(rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=torch.tensor(5)), want)
+
+
 def test_packed_q_and_k_are_rotated_in_place_and_v_is_not() -> None:
     cos, sin = torch.randn(9, 4, dtype=F64), torch.randn(9, 4, dtype=F64)
     qkv = torch.randn(2, 5, 3, 2, 8, dtype=F64)
@@ -241,8 +269,22 @@ def test_windows_of_the_fourth(theirs: tuple[Any, Any], ours: tuple[int, int]) -
     q = torch.randn(1, 9, 2, 8)
     want = flashlane.flash_attn_func(q, q, q, window_size=ours)
     assert torch.equal(fa4.flash_attn_func(q, q, q, window_size=theirs)[0], want)
-    with pytest.raises(NotImplementedError, match="window_size has left -2"):
-        fa4.flash_attn_func(q, q, q, window_size=(-2, 5))
+
+
+@pytest.mark.parametrize(
+    ("window", "kind", "message"),
+    [
+        ((-2, 5), NotImplementedError, "window_size is (-2, 5); each side must be at least 0, or None for unbounded"),
+        ((None, -1), NotImplementedError, "window_size is (None, -1); each side"),
+        (3, ValueError, "window_size is 3; it must be two whole numbers (left, right), or None for an unbounded side"),
+        ((1, 2, 3), ValueError, "window_size is (1, 2, 3); it must be two whole numbers"),
+        ((0.5, 0), ValueError, "window_size is (0.5, 0); it must be two whole numbers"),
+    ],
+)
+def test_what_is_no_window_of_the_fourth(window: Any, kind: type[Exception], message: str) -> None:
+    q = torch.randn(1, 9, 2, 8)
+    with pytest.raises(kind, match=re.escape(message)):
+        fa4.flash_attn_func(q, q, q, window_size=window)
 
 
 def paged(lengths: list[int], page: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,6 +309,21 @@ def test_pages(packed_q: bool) -> None:
         torch.testing.assert_close(rows_of(third, packed_q, [3, 3, 3])[b], want)
     with pytest.raises(ValueError, match="seqused_k is None and page_table is given"):
         fa4.flash_attn_varlen_func(q, pool, pool, page_table=table, **lengths)
+
+
+def test_a_learned_sink_alone_has_a_gradient() -> None:
+    """Padded rows without other gradients would take the shortest way, which has none."""
+    q, used = torch.randn(2, 5, 4, 8, dtype=F64), torch.tensor([3, 5], dtype=torch.int32)
+    sinks = torch.randn(4, dtype=F64, requires_grad=True)
+    for given in ({}, {"seqused_k": used}):
+        out, _ = fa4.flash_attn_varlen_func(q, q, q, learnable_sink=sinks, **given)
+        (grad,) = torch.autograd.grad(out.square().sum(), sinks)
+        rows = [slice(0, n) for n in used] if given else [slice(0, 5)] * 2
+        each = [
+            flashlane.flash_attn_func(q[b : b + 1], *[q[b : b + 1, n]] * 2, sinks=sinks) for b, n in enumerate(rows)
+        ]
+        torch.testing.assert_close(out, torch.cat(each))
+        torch.testing.assert_close(grad, torch.autograd.grad(torch.cat(each).square().sum(), sinks)[0])
 
 
 def test_packed_queries_over_a_cache_of_rows() -> None:
@@ -312,8 +369,11 @@ def test_the_third_is_the_plain_function() -> None:
 
 @pytest.mark.parametrize("heads", [1, 4, 5])
 def test_heads_of_a_packed_tensor_that_leave_none_for_keys_are_named(heads: int) -> None:
+    qkv, table = torch.randn(1, 3, 4, 8), torch.randn(3, 4)
     with pytest.raises(ValueError, match=f"num_heads_q is {heads} of the 4 heads of qkv"):
-        fa3.flash_attn_qkvpacked_func(torch.randn(1, 3, 4, 8), num_heads_q=heads)
+        fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=heads)
+    with pytest.raises(ValueError, match=f"num_heads_q is {heads} of the 4 heads of qkv"):
+        rotary.apply_rotary_emb_qkv_(qkv, table, table, num_heads_q=heads)
 
 
 def test_packed_lengths_may_be_shortened() -> None:
@@ -340,6 +400,15 @@ def test_combine_has_heads_last(module: Any) -> None:
     torch.testing.assert_close(got_lse, lse)
     torch.testing.assert_close(module.flash_attn_combine(outs, lses)[0], want)
     torch.testing.assert_close(module.flash_attn_combine(outs[:, 0], lses[:, 0])[0], want[0])
+
+
+@pytest.mark.parametrize("module", [fa3, fa4])
+def test_where_combine_writes_must_fit(module: Any) -> None:
+    outs, lses = torch.randn(3, 1, 5, 4, 8), torch.randn(3, 1, 5, 4)
+    with pytest.raises(ValueError, match=re.escape("out has shape (2, 5, 4, 8); it must be (1, 5, 4, 8)")):
+        module.flash_attn_combine(outs, lses, out=torch.empty(2, 5, 4, 8))
+    with pytest.raises(TypeError, match=r"out has dtype torch.bfloat16; with this out_dtype it must be torch.float16"):
+        module.flash_attn_combine(outs, lses, torch.empty(1, 5, 4, 8, dtype=torch.bfloat16), torch.float16)
 
 
 def latent(order: str, *rows: int) -> tuple[torch.Tensor, ...]:

@@ -1,8 +1,8 @@
 """The names of FlashAttention-3's ``flash_attn_interface`` for flashlane's functions.
 
-``num_splits`` reaches ``flash_attn_with_kvcache``; the other functions, ``pack_gqa``, ``sm_margin`` and
-``scheduler_metadata`` change no result there and none here. The descales, ``attention_chunk`` and ``rotary_seqlens``
-raise NotImplementedError. Source of the signatures: Dao-AILab/flash-attention, ``hopper``.
+``num_splits`` reaches ``flash_attn_with_kvcache``. In the other functions it, and in all of them ``pack_gqa``,
+``sm_margin`` and ``scheduler_metadata``, change no result there and none here. The descales, ``attention_chunk`` and
+``rotary_seqlens`` raise NotImplementedError. Source of the signatures: Dao-AILab/flash-attention, ``hopper``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from flashlane.api import functional
 from flashlane.api.combine import combine
+from flashlane.core.validate import check_splits, kind_of, whole_number
 from flashlane.integrations.flash_attn import lengths
 from flashlane.integrations.flash_attn.qv import joined
 from flashlane.integrations.flash_attn.refusal import refuse
@@ -53,6 +54,7 @@ def flash_attn_func(
     ``qv`` ``(b, sq, h, dv)`` adds ``qv · v`` to the scores; the default scale is then ``(d + dv) ** -0.5``.
     """
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    check_splits(whole_number(num_splits))
     options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     q, k = joined(q, qv, k, v)
     return functional.flash_attn_func(q, k, v, **options, deterministic=deterministic, return_lse=return_attn_probs)
@@ -134,6 +136,7 @@ def flash_attn_varlen_func(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         page_table=None,
+        num_splits=num_splits,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -151,11 +154,27 @@ def flash_attn_combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flashlane.combine` of outputs ``(n, b, s, h, d)`` with LSEs ``(n, b, s, h)``; the LSE is ``(b, s, h)``.
 
-    Packed: ``(n, total, h, d)`` with ``(n, total, h)``.
+    Packed: ``(n, total, h, d)`` with ``(n, total, h)``. A given ``out`` is written to and returned.
     """
+    if out is not None:
+        _check_out(out, out_partial, out_dtype)
     dtype = out.dtype if out is not None and out_dtype is None else out_dtype
     found, lse = combine(out_partial, lse_partial.transpose(-1, -2), out_dtype=dtype)
     return found if out is None else out.copy_(found), lse.transpose(-1, -2)
+
+
+def _check_out(out: Any, out_partial: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+    shape = tuple(out_partial.shape[1:])
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is {kind_of(out)}; it must be a torch.Tensor of shape {shape}, or None")
+    if tuple(out.shape) != shape:
+        raise ValueError(
+            f"out has shape {tuple(out.shape)}; it must be {shape}, that of out_partial but its first axis"
+        )
+    if out_dtype is not None and out.dtype != out_dtype:
+        raise TypeError(f"out has dtype {out.dtype}; with this out_dtype it must be {out_dtype}")
+    if out.device != out_partial.device:
+        raise ValueError(f"out is on {out.device} and out_partial is on {out_partial.device}; they must agree")
 
 
 def flash_attn_with_kvcache(
@@ -221,16 +240,23 @@ def flash_attn_with_kvcache(
             return_softmax_lse=return_softmax_lse,
             **options,
         )
-    for name, value in (("k", k), ("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+    alone = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+    alone |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    for name, value in alone.items():
         if value is not None:
             raise NotImplementedError(f"{name} is given with cu_seqlens_q; flashlane takes it with q of four axes only")
     batch = len(cu_seqlens_q) - 1
     if page_table is None:  # the rows of a sequence are one page
+        if batch > k_cache.shape[0]:
+            raise ValueError(
+                f"cu_seqlens_q has {batch} sequences and k_cache has {k_cache.shape[0]}; each needs its keys"
+            )
         page_table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+    rows = page_table.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, torch.Tensor):
-        rows = page_table.shape[1] * k_cache.shape[1]
         full = rows if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), full, dtype=torch.int32, device=q.device)
+    lengths.check_used("cache_seqlens", cache_seqlens, batch, q, rows, "the rows of k_cache")
     with torch.no_grad():
         out, lse = lengths.attend(
             q,
@@ -243,6 +269,7 @@ def flash_attn_with_kvcache(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=None,
             page_table=page_table,
+            num_splits=num_splits,
             **options,
         )
     return (out, lse) if return_softmax_lse else out

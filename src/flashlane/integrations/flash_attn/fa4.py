@@ -1,19 +1,21 @@
 """The names of FlashAttention-4's ``flash_attn.cute`` for flashlane's functions.
 
 ``num_splits``, ``pack_gqa``, ``min_seqlen_k`` and the scheduler's arguments change no result there and none here;
-``num_splits`` reaches attention over a cache, which has no gradients. ``qv``, ``gather_kv_indices``, score and mask
-programs and block lists raise NotImplementedError. Source of the signatures: Dao-AILab/flash-attention, its folder
-``flash_attn/cute``.
+``num_splits`` reaches attention over pages, and that of padded keys without ``seqused_q`` and gradients. ``qv``,
+``gather_kv_indices``, score and mask programs and block lists raise NotImplementedError. Source of the signatures:
+Dao-AILab/flash-attention, its folder ``flash_attn/cute``.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from flashlane.api import functional
+from flashlane.core.validate import check_splits, whole_number
 from flashlane.integrations.flash_attn import fa3, lengths
 from flashlane.integrations.flash_attn.refusal import refuse
 
@@ -50,6 +52,7 @@ def flash_attn_func(
     refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd)
     refuse(mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars)
     refuse(block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd)
+    check_splits(whole_number(num_splits))
     results = functional.flash_attn_func(
         q,
         k,
@@ -118,7 +121,7 @@ def flash_attn_varlen_func(
         max_seqlen_q=longest_q,
         max_seqlen_k=longest_k,
         page_table=page_table,
-        num_splits=num_splits if num_splits > 1 else 0,
+        num_splits=num_splits,
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=_sides(window_size),
@@ -181,12 +184,17 @@ def _result(
 
 def _sides(window_size: Sides) -> tuple[int, int]:
     """A window in flashlane's form: an unbounded side is None in FlashAttention-4 and −1 here."""
-    left, right = window_size
+    try:
+        left, right = (None if side is None else operator.index(side) for side in window_size)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window_size is {window_size!r}; it must be two whole numbers (left, right), or None for an unbounded side"
+        ) from None
     if left is not None and right is not None and left + right < 0:
         return -1, -1  # such a window counts as none there
-    for name, side in (("left", left), ("right", right)):
-        if side is not None and side < 0:
-            raise NotImplementedError(
-                f"window_size has {name} {side}; flashlane's windows hold the query's own position"
-            )
+    if any(side is not None and side < 0 for side in (left, right)):
+        raise NotImplementedError(
+            f"window_size is ({left}, {right}); each side must be at least 0, or None for unbounded: flashlane's "
+            f"windows hold the query's own position"
+        )
     return -1 if left is None else left, -1 if right is None else right

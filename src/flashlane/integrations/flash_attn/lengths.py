@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
+from flashlane.api import functional
 from flashlane.api.functional import flash_attn_varlen_func, flash_attn_with_kvcache
-from flashlane.core.validate import whole_number
+from flashlane.core.problem import MODIFIERS, CallOptions, Inputs
+from flashlane.core.validate import check_splits, kind_of, whole_number
+from flashlane.ops.watched import is_observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,49 @@ class Side:
         return rows.unflatten(0, shape) if len(shape) > 1 else rows
 
 
+def readable(*tensors: torch.Tensor) -> bool:
+    """Whether the contents of tensors can be checked without waiting for a GPU."""
+    return not is_observed() and all(t.is_cpu and type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+
+
+def check_used(name: str, used: Any, batch: int, q: torch.Tensor, most: int | torch.Tensor, why: str) -> None:
+    """Check how many rows are in use of each sequence; the numbers themselves where they are on the CPU.
+
+    Args:
+        name: what the caller calls them.
+        used: whatever was given.
+        batch: the number of sequences.
+        q: the tensor on whose device they must be.
+        most: the rows that there are of each sequence.
+        why: what gives ``most``.
+
+    Raises:
+        TypeError: it is no int32 tensor.
+        ValueError: it has another shape or device, or numbers that cannot be.
+    """
+    if not isinstance(used, torch.Tensor):
+        raise TypeError(f"{name} is {kind_of(used)}; it must be an int32 torch.Tensor of shape ({batch},)")
+    if used.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {used.dtype}; it must be torch.int32")
+    if tuple(used.shape) != (batch,):
+        raise ValueError(f"{name} has shape {tuple(used.shape)}; it must be (batch,), ({batch},)")
+    if used.device != q.device:
+        raise ValueError(f"{name} is on {used.device} and q is on {q.device}; they must agree")
+    bounds = (used, most) if isinstance(most, torch.Tensor) else (used,)
+    if readable(*bounds) and not bool(((used >= 0) & (used <= most)).all()):
+        largest = most.tolist() if isinstance(most, torch.Tensor) else most
+        raise ValueError(f"{name} is {used.tolist()}; it may be 0 to {largest}, {why}")
+
+
+def _check_starts(name: str, cu: Any) -> None:
+    if not isinstance(cu, torch.Tensor):
+        raise TypeError(f"{name} is {kind_of(cu)}; it must be an int32 torch.Tensor of shape (batch + 1,)")
+    if cu.dtype != torch.int32:
+        raise TypeError(f"{name} has dtype {cu.dtype}; it must be torch.int32")
+    if cu.dim() != 1 or len(cu) < 2:
+        raise ValueError(f"{name} has shape {tuple(cu.shape)}; it must be (batch + 1,) with batch >= 1")
+
+
 def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor | None, longest: Any) -> Side:
     """The sequences of a tensor.
 
@@ -51,6 +97,9 @@ def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor
         cu: int32 ``(b + 1,)``.
         used: int32 ``(b,)``: rows in use of each sequence; all by default.
         longest: of a sequence; None: as long as the padded axis.
+
+    Raises:
+        TypeError, ValueError: a length cannot be; the message names its argument.
     """
     wanted = 4 if cu is None else 3
     if t.dim() != wanted:
@@ -59,7 +108,10 @@ def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor
     if cu is not None and used is None:
         if longest is None:
             raise ValueError(f"max_seqlen_{name} is None and cu_seqlens_{name} is given; it must be a whole number")
+        _check_starts(f"cu_seqlens_{name}", cu)
         return Side(cu, whole_number(longest))
+    if used is not None:
+        _check_rows_in_use(name, t, cu, used, longest)
     total = t.shape[0] if cu is not None else t.shape[0] * t.shape[1]
     device = t.device
     if cu is None:
@@ -82,6 +134,24 @@ def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor
     return Side(cu_packed, longest, source, target, inside)
 
 
+def _check_rows_in_use(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: Any, longest: Any) -> None:
+    argument = f"seqused_{name}"
+    if cu is None:
+        check_used(argument, used, t.shape[0], t, t.shape[1], f"the rows of {name}")
+        return
+    _check_starts(f"cu_seqlens_{name}", cu)
+    check_used(argument, used, len(cu) - 1, t, _longest(f"max_seqlen_{name}", longest), f"max_seqlen_{name}")
+    if readable(cu):
+        check_used(argument, used, len(cu) - 1, t, cu.diff(), f"the rows of cu_seqlens_{name}")
+
+
+def _longest(name: str, longest: Any) -> Any:
+    longest = whole_number(longest)
+    if not isinstance(longest, torch.SymInt) and not (isinstance(longest, int) and longest >= 0):
+        raise ValueError(f"{name} is {longest!r}; it must be a whole number of at least 0")
+    return longest
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -97,10 +167,21 @@ def attend(
     num_splits: int = 0,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output in the layout of q, and LSE ``(b, h, sq)`` or ``(h, total_q)``; ``options`` is passed on."""
+    """Output in the layout of q, and LSE ``(b, h, sq)`` or ``(h, total_q)``; ``options`` is passed on.
+
+    ``num_splits`` reaches calls over pages, and those of a padded q and k without a gradient: others have no such
+    argument.
+    """
+    num_splits = whole_number(num_splits)
+    check_splits(num_splits)
     if page_table is not None and seqused_k is None:
         raise ValueError("seqused_k is None and page_table is given; it must be the lengths, int32 (batch,)")
-    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    tensors = [t for t in (q, k, v, *options.values()) if isinstance(t, torch.Tensor)]
+    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if seqused_k is not None and cu_seqlens_k is None:
+        rows_of_k = k.shape[1] if page_table is None else page_table.shape[1] * k.shape[1]
+        batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        check_used("seqused_k", seqused_k, batch, q, rows_of_k, "the rows of k")
     if cu_seqlens_q is seqused_q is cu_seqlens_k is None and (page_table is not None or not differentiable):
         options.pop("deterministic", None)
         return flash_attn_with_kvcache(
@@ -109,25 +190,38 @@ def attend(
     queries = side("q", q, cu_seqlens_q, seqused_q, max_seqlen_q)
     rows = queries.packed(q)
     if page_table is not None:
-        cu_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
-        longest = page_table.shape[1] * k.shape[1]
-        longest = longest if max_seqlen_k is None else min(longest, whole_number(max_seqlen_k))
-        out, lse = flash_attn_varlen_func(
-            rows,
-            k,
-            v,
-            queries.cu_seqlens,
-            cu_k,
-            queries.longest,
-            longest,
-            block_table=page_table,
-            return_lse=True,
-            **options,
-        )
+        options["num_splits"] = num_splits
+        out, lse = _over_pages(queries, rows, k, v, seqused_k, page_table, max_seqlen_k, **options)
     else:
         keys = side("k", k, cu_seqlens_k, seqused_k, max_seqlen_k)
+        counts = [len(each.cu_seqlens) - 1 for each in (queries, keys)]
+        if counts[0] != counts[1]:
+            raise ValueError(f"k has {counts[1]} sequences and q has {counts[0]}; they must have as many")
         lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.longest, keys.longest)
         out, lse = flash_attn_varlen_func(rows, keys.packed(k), keys.packed(v), *lengths, return_lse=True, **options)
     shape = tuple(q.shape[:-2])
     lse = queries.unpacked(lse.transpose(0, 1), shape).transpose(-1, -2)
     return queries.unpacked(out, shape), lse
+
+
+def _over_pages(
+    queries: Side,
+    rows: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seqused_k: torch.Tensor,
+    page_table: torch.Tensor,
+    max_seqlen_k: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`flashlane.flash_attn_varlen_func` of packed queries over pages; ``num_splits`` is among its options."""
+    longest = page_table.shape[1] * k.shape[1]
+    if max_seqlen_k is not None:
+        longest = min(longest, _longest("max_seqlen_k", max_seqlen_k))
+        check_used("seqused_k", seqused_k, len(seqused_k), rows, longest, "the smaller of max_seqlen_k and the pages")
+    cu_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+    lengths = {"cu_seqlens_q": queries.cu_seqlens, "cu_seqlens_k": cu_k, "block_table": page_table}
+    longest_of = {"max_seqlen_q": queries.longest, "max_seqlen_k": longest}
+    modifiers = {name: options.pop(name) for name in MODIFIERS if name in options}
+    call = CallOptions(options.pop("softmax_scale"), **options)
+    return functional._attend(Inputs(rows, k, v, **modifiers, **lengths, **longest_of), (None, *call), True, False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashlane.api.rotary import rotate
+from flashlane.core.validate import kind_of, whole_number
+from flashlane.integrations.flash_attn.lengths import readable
 
 __all__ = [
     "RotaryEmbedding",
@@ -39,17 +41,22 @@ def apply_rotary_emb(
         seqlen_offsets: of all sequences, or integers ``(b,)``.
         cu_seqlens: int32 ``(b + 1,)``.
         max_seqlen: the longest packed sequence; not read.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be; the message names it. Positions beyond the tables are found where
+            offsets and lengths are numbers or on the CPU; a GPU's are not read, and count as the nearest in the tables.
     """
+    seqlen_offsets = whole_number(seqlen_offsets)
+    _check_tables(cos, sin, x)
+    _check_offsets(seqlen_offsets, x, cos, cu_seqlens)
     if cu_seqlens is None:
         rows = torch.arange(x.shape[1], device=x.device)
         offsets = seqlen_offsets[:, None] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
-        _check(cos, x, seqlen_offsets, x.shape[1])
         turned = rotate(x, cos, sin, offsets + rows, interleaved=interleaved)
     else:
         rows = torch.arange(x.shape[0], device=x.device)
         sequence = torch.bucketize(rows, cu_seqlens[1:], right=True).clamp(max=len(cu_seqlens) - 2)
         offsets = seqlen_offsets[sequence] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
-        _check(cos, x, 0, 0)
         turned = rotate(x[None], cos, sin, offsets + rows - cu_seqlens[sequence], interleaved=interleaved)[0]
     return x.copy_(turned) if inplace else turned
 
@@ -89,7 +96,12 @@ def apply_rotary_emb_qkv_(
     if qkv.dim() == 5:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     elif qkv.dim() == 4 and num_heads_q is not None:
-        kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
+        if rest or kv_heads < 1:
+            raise ValueError(
+                f"num_heads_q is {num_heads_q} of the {qkv.shape[2]} heads of qkv; an even number of them must be left "
+                "for k and v"
+            )
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + kv_heads]
     else:
         raise ValueError(
@@ -188,13 +200,39 @@ class RotaryEmbedding(torch.nn.Module):
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, *rest)
 
 
-def _check(cos: torch.Tensor, x: torch.Tensor, offset: Offsets, rows: int) -> None:
+def _check_tables(cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor) -> None:
     if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"cos has shape {tuple(cos.shape)}; it must be (seqlen_rotary, rotary_dim / 2) with rotary_dim at most "
             f"{x.shape[-1]}, the head_dim"
         )
-    if isinstance(offset, int) and offset + rows > len(cos):
-        raise ValueError(
-            f"cos has {len(cos)} positions; it must have at least {offset + rows}, seqlen_offsets + seqlen"
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin has shape {tuple(sin.shape)}; it must be that of cos, {tuple(cos.shape)}")
+
+
+def _check_offsets(offsets: Offsets, x: torch.Tensor, cos: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+    """Check the kind of ``seqlen_offsets``, and that all positions are in the tables where that can be read."""
+    batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if isinstance(offsets, torch.Tensor):
+        if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
+            raise TypeError(f"seqlen_offsets has dtype {offsets.dtype}; it must hold whole numbers")
+        if tuple(offsets.shape) != (batch,):
+            raise ValueError(
+                f"seqlen_offsets has shape {tuple(offsets.shape)}; it must be (batch,), ({batch},), or one whole number"
+            )
+    elif not isinstance(offsets, int | torch.SymInt) or isinstance(offsets, bool):
+        raise TypeError(
+            f"seqlen_offsets is {kind_of(offsets)}; it must be a whole number or a tensor of them, (batch,)"
         )
+    elif offsets < 0:
+        raise ValueError(f"seqlen_offsets is {offsets}; it must be at least 0")
+    given = [t for t in (offsets, cu_seqlens) if isinstance(t, torch.Tensor)]
+    if (given and not readable(*given)) or not batch:
+        return
+    if isinstance(offsets, torch.Tensor) and int(offsets.min()) < 0:
+        raise ValueError(f"seqlen_offsets is {offsets.tolist()}; each must be at least 0")
+    rows = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+    ends = offsets + rows
+    last = int(ends.max()) if isinstance(ends, torch.Tensor) else ends
+    if last > len(cos):
+        raise ValueError(f"cos has {len(cos)} positions; it must have at least {last}, seqlen_offsets + seqlen")
