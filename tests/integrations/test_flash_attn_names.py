@@ -98,6 +98,8 @@ def test_signatures_are_the_contract(module: str, function: str) -> None:
 def test_one_library_alone() -> None:
     assert names.install("flash_attn.cute") == ("flash_attn.cute",)
     importlib.import_module("flash_attn.cute.interface")
+    assert not hasattr(importlib.import_module("flash_attn"), "__version__"), "FlashAttention-2 is not provided"
+    assert importlib.import_module("flash_attn.cute").__version__ == "4.0.0+flashlane"
     with pytest.raises(ModuleNotFoundError, match="flash_attn_interface"):
         importlib.import_module("flash_attn.flash_attn_interface")
     names.install("flash_attn")
@@ -109,8 +111,24 @@ def test_one_library_alone() -> None:
 
 
 def test_an_unknown_name_says_which_there_are() -> None:
-    with pytest.raises(ValueError, match="names has 'flashattn'; it may have 'flash_attn', 'flash_attn_interface', "):
-        names.install("flashattn")
+    for call in (names.install, names.uninstall):
+        with pytest.raises(
+            ValueError, match="names has 'flashattn'; it may have 'flash_attn', 'flash_attn_interface', "
+        ):
+            call("flashattn")
+
+
+def libraries(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> Iterator[None]:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+    yield
+    names.uninstall()
+    for module in [m for m in sys.modules if m.split(".")[0] == "flash_attn"]:
+        del sys.modules[module]
 
 
 @pytest.fixture
@@ -124,16 +142,47 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "flash_attn/ops/__init__.py": "whose = 'theirs'\n",
         "flash_attn/cute/__init__.py": "whose = 'theirs'\n",
     }
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    yield
+    yield from libraries(tmp_path, monkeypatch, files)
+
+
+@pytest.fixture(params=["raise ImportError('undefined symbol')", "raise OSError('no libcudart')"])
+def broken(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A FlashAttention-2 that is installed and whose import fails."""
+    files = {"flash_attn/__init__.py": request.param, "flash_attn/flash_attn_interface.py": "", "flash_attn/x.py": ""}
+    yield from libraries(tmp_path, monkeypatch, files)
+
+
+@pytest.fixture
+def fourth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A FlashAttention-4 alone, whose folder ``flash_attn`` has no code of its own."""
+    code = "def flash_attn_func():\n    return 'theirs'\n"
+    yield from libraries(tmp_path, monkeypatch, {"flash_attn/cute/__init__.py": code})
+
+
+@pytest.mark.usefixtures("broken")
+def test_an_installed_library_whose_import_fails_stays_too() -> None:
+    """It is looked for without being imported, so that its own error comes where it is imported."""
+    assert names.install() == ("flash_attn_interface", "flash_attn.cute")
     names.uninstall()
-    for module in [m for m in sys.modules if m.split(".")[0] == "flash_attn"]:
-        del sys.modules[module]
+    with pytest.raises(ImportError, match="flash_attn is installed"):
+        names.install("flash_attn")
+    assert names.install("flash_attn", replace=True) == ("flash_attn",)
+    assert importlib.import_module("flash_attn").flash_attn_func is flashlane.flash_attn_func
+    importlib.import_module("flash_attn.x")
+    names.uninstall()
+    with pytest.raises((ImportError, OSError), match=r"undefined symbol|no libcudart"):
+        importlib.import_module("flash_attn.x")
+
+
+@pytest.mark.usefixtures("fourth")
+def test_a_library_that_was_imported_under_a_name_of_ours_is_there_afterwards() -> None:
+    assert names.install() == ("flash_attn", "flash_attn_interface")
+    cute = importlib.import_module("flash_attn.cute")
+    assert sys.modules["flash_attn"].cute is cute and cute.flash_attn_func() == "theirs"
+    names.uninstall()
+    assert importlib.import_module("flash_attn.cute") is cute
+    assert importlib.import_module("flash_attn").cute is cute
+    assert not hasattr(importlib.import_module("flash_attn"), "flash_attn_func")
 
 
 @pytest.mark.usefixtures("others")
@@ -162,6 +211,7 @@ def test_an_installed_library_is_replaced_and_comes_back(imported: bool) -> None
     names.uninstall()
     after = importlib.import_module("flash_attn")
     assert after.whose == "theirs" and after.flash_attn_func() == "theirs"
+    assert after.ops.whose == after.layers.patch_embed.whose == "theirs"
     if imported:
         assert after is before and sys.modules["flash_attn.ops"] is ops
 

@@ -65,9 +65,7 @@ def install(*names: str, replace: bool = False) -> tuple[str, ...]:
         ValueError: a name is none of these.
         ImportError: a name was given whose library is installed, and ``replace`` is False.
     """
-    for name in names:
-        if name not in NAMES:
-            raise ValueError(f"names has {name!r}; it may have {', '.join(map(repr, NAMES))}")
+    _check(names)
     chosen = []
     for name in names or NAMES:
         if name in _finder.provided or replace or not _present(name):
@@ -86,9 +84,18 @@ def install(*names: str, replace: bool = False) -> tuple[str, ...]:
 
 
 def uninstall(*names: str) -> None:
-    """Undo :func:`install` for these names, or for all; ``import`` finds a library that was replaced again."""
+    """Undo :func:`install` for these names, or for all; ``import`` finds a library that was replaced again.
+
+    Raises:
+        ValueError: a name is none of :data:`NAMES`.
+    """
+    _check(names)
+    ours = _finder.loaded()
     for name in names or tuple(_finder.provided):
         _finder.withdraw(name)
+    importlib.invalidate_caches()
+    for package in ours:
+        _adopt(package)
     if not _finder.provided and _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     importlib.invalidate_caches()
@@ -99,11 +106,46 @@ def installed() -> tuple[str, ...]:
     return tuple(_finder.provided)
 
 
+def _check(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"names has {name!r}; it may have {', '.join(map(repr, NAMES))}")
+
+
 def _present(name: str) -> bool:
+    """Whether a library is installed, also one whose import fails; no package of it is imported."""
+    proof = _PROOF.get(name, name)
+    if proof in sys.modules:
+        return getattr(sys.modules[proof], "__spec__", None) is not None
+    path: Sequence[str] | None = None
+    parts = proof.split(".")
+    for count in range(1, len(parts) + 1):
+        try:
+            spec = _elsewhere(".".join(parts[:count]), path, _finder)
+        except (ImportError, ValueError, KeyError):  # KeyError: a folder without code in one that is not imported
+            return False
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+        if path is None and count < len(parts):
+            return False
+    return True
+
+
+def _adopt(package: str) -> None:
+    """Make submodules that were imported under a package of ours attributes of the one that takes its place."""
+    children = {name: module for name, module in sys.modules.items() if name.rpartition(".")[0] == package}
+    if not children:
+        return
     try:
-        return importlib.util.find_spec(_PROOF.get(name, name)) is not None
-    except (ImportError, ValueError):  # no parent, or a module without a spec
-        return False
+        parent = importlib.import_module(package)
+    except Exception as error:  # whatever its own code raises, which the next import of it raises as well
+        _log.debug("%s is not imported: %s", package, error)
+        for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+            del sys.modules[name]
+        return
+    for name, module in children.items():
+        setattr(parent, name.rpartition(".")[2], module)
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -125,14 +167,18 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if parent in sys.modules:
                 setattr(sys.modules[parent], leaf, before)
 
+    def loaded(self) -> dict[str, ModuleType]:
+        """The modules that this finder made and that are imported now, packages before their submodules."""
+        modules = sorted(sys.modules.items())
+        return {name: m for name, m in modules if getattr(getattr(m, "__spec__", None), "loader", None) is self}
+
     def _forget(self) -> None:
         """Remove every module that this finder made, so that it is imported again."""
-        for name, module in list(sys.modules.items()):
-            if getattr(getattr(module, "__spec__", None), "loader", None) is self:
-                del sys.modules[name]
-                parent, _, leaf = name.rpartition(".")
-                if getattr(sys.modules.get(parent), leaf, None) is module:
-                    delattr(sys.modules[parent], leaf)
+        for name, module in self.loaded().items():
+            del sys.modules[name]
+            parent, _, leaf = name.rpartition(".")
+            if getattr(sys.modules.get(parent), leaf, None) is module:
+                delattr(sys.modules[parent], leaf)
 
     def _names_in(self, fullname: str) -> dict[str, str | None]:
         """The modules that are provided together with one; none if it is not provided."""
@@ -164,7 +210,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         for other, loaded in list(sys.modules.items()):  # submodules of an installed package that were imported before
             if other.rpartition(".")[0] == name:
                 setattr(module, other.rpartition(".")[2], loaded)
-        if name in _DISTRIBUTIONS:
+        if name in self.provided:  # and not a package that only has a module of another library
             module.__version__ = _version(name)
         if source is None:
             return
