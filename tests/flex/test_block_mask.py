@@ -340,6 +340,7 @@ def test_masks_with_as_many_intervals_are_one_program() -> None:
 
 WRONG = {
     "left is -1": lambda: masks.sliding_window(-1),
+    "left is True": lambda: masks.sliding_window(True),
     "size is 0": lambda: masks.chunks(0),
     "prefix is -1": lambda: masks.prefix_lm(-1),
     r"prefix is torch.float32 \(3,\)": lambda: masks.prefix_lm(torch.ones(3)),

@@ -60,6 +60,7 @@ ACTIVATIONS = {
                  "logsigmoid", "tanhshrink", "softsign")
 }  # fmt: skip
 ACTIVATIONS |= {
+    "erfc": torch.erfc,
     "softplus with a threshold": lambda x: torch.nn.functional.softplus(x, 2.0, 5.0),
     "gelu by tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "elu with a factor": lambda x: torch.nn.functional.elu(x, 1.3),

@@ -404,3 +404,11 @@ def test_a_long_chain_of_torch_operations_on_captured_tensors_is_copied_once() -
         return score + x[h]
 
     check(score_mod)
+
+
+@pytest.mark.parametrize("result", [1.0, 1, "q - kv", "q * 0.5"])
+def test_a_mask_that_is_no_bool_is_refused(result: Any) -> None:
+    named = repr(result) if not isinstance(result, str) else "a tensor of torch"
+    with pytest.raises(TypeError, match=f"mask_mod returned {named}.*must return a bool"):
+        bind(None, lambda b, h, q, kv: eval(result, {"q": q, "kv": kv}) if isinstance(result, str) else result, CPU)
+    assert bind(None, lambda b, h, q, kv: True, CPU)[0].mask is None

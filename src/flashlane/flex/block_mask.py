@@ -66,7 +66,7 @@ def create_block_mask(
             has no order of dQ writes.
         ValueError: a size or a length is negative, a block size is not positive, or a named mask is of another number
             of batch rows.
-        TypeError: the mask function does not return a scalar tensor.
+        TypeError: the mask function does not return a scalar tensor of bools.
     """
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"

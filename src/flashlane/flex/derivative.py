@@ -128,6 +128,7 @@ RULES: dict[str, Rule] = {
     "tanh": _times(lambda x, y: _one_minus_square(y)),
     "sigmoid": _times(lambda x, y: _mul(y, binary("sub", _c(1.0, y), y))),
     "erf": _times(lambda x, y: _mul(_c(2.0 / math.sqrt(math.pi), y), unary("exp", unary("neg", _mul(x, x))))),
+    "erfc": _times(lambda x, y: _mul(_c(-2.0 / math.sqrt(math.pi), y), unary("exp", unary("neg", _mul(x, x))))),
     "add": lambda e, g: [g, g],
     "sub": lambda e, g: [g, unary("neg", g)],
     "mul": lambda e, g: [_mul(g, e.operands[1]), _mul(g, e.operands[0])],

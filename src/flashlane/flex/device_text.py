@@ -30,7 +30,9 @@ IN_MEMORY = {**C_TYPES, **IN_MEMORY}
 
 _OPERATORS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
 _OPERATORS |= {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "truncdiv": "/"}
-_LIBRARY = "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh erf floor ceil trunc"
+_LIBRARY = (
+    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh erf erfc floor ceil trunc"
+)
 _FUNCTIONS = {name: name for name in _LIBRARY.split()} | {"round": "rint", "pow": "pow", "atan2": "atan2"}
 """Functions of CUDA's math library; the names of the f32 functions end in f."""
 _OWN = {"tanh", "sigmoid", "sign", "minimum", "maximum", "remainder", "fmod", "floordiv"}

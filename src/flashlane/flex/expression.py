@@ -20,7 +20,21 @@ BITS = {"u8": 8, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
 INPUTS = {"score": "f32", "b": "i32", "h": "i32", "q": "i32", "kv": "i32"}
 """The inputs of a function and their types. The score is f64 where the query is."""
 
-_EXPONENTIAL = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "erf")
+_EXPONENTIAL = (
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "sqrt",
+    "rsqrt",
+    "tanh",
+    "sigmoid",
+    "erf",
+    "erfc",
+)
 _CIRCULAR = ("sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh")
 UNARY_FLOAT = (*_EXPONENTIAL, *_CIRCULAR, "floor", "ceil", "trunc", "round")
 OPERATIONS: dict[str, str] = {

@@ -388,5 +388,5 @@ def neighbourhood(shape: Sequence[int], window: Sequence[int]) -> Mask:
 
 def _check(least: int | None = 0, **numbers: int) -> None:
     for name, number in numbers.items():
-        if not isinstance(number, int) or (least is not None and number < least):
+        if not isinstance(number, int) or isinstance(number, bool) or (least is not None and number < least):
             raise ValueError(f"{name} is {number!r}; it may be a whole number{f' from {least}' * (least is not None)}")

@@ -63,7 +63,7 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
 
     Raises:
         NotImplementedError: the function does what no program does; the message names the node of the graph.
-        TypeError: its result is not a scalar tensor.
+        TypeError: its result is not a scalar tensor, or that of a mask is no bool.
     """
     scored = kind == "score_mod"
     names = (["score"] if scored else []) + ["b", "h", "q", "kv"]
@@ -75,6 +75,10 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
 
     def called(*arguments: torch.Tensor) -> torch.Tensor:
         result = function(*arguments)
+        if not scored and isinstance(result, (torch.Tensor, int, float)):
+            returned = f"a tensor of {result.dtype}" if isinstance(result, torch.Tensor) else f"{result!r}"
+            if not isinstance(result, bool) and returned != f"a tensor of {torch.bool}":
+                raise TypeError(f"mask_mod returned {returned}; it must return a bool, as a comparison does")
         if isinstance(result, (bool, int, float)):
             result = torch.full((), result, device=device)
         if not isinstance(result, torch.Tensor) or result.ndim:
