@@ -229,6 +229,90 @@ def test_a_torch_without_the_registry_gets_the_operators_alone(monkeypatch: pyte
         aten._scaled_dot_product_flash_attention(q, q, q)
 
 
+class Removed:
+    """What an implementation in torch's registry returns."""
+
+    def remove(self) -> None: ...
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's registry and its order of backends, which need no GPU, with another implementation "other"."""
+    attention = torch.nn.attention
+    if not hasattr(attention, "current_flash_attention_impl"):
+        pytest.skip("this torch has no registry")
+    order = list(torch._C._get_sdp_priority_order())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(registry, "_register", Removed)
+    monkeypatch.setattr(registry, "_let_torch_order", lambda: None)
+    attention.register_flash_attention_impl("other", register_fn=Removed)
+    yield
+    registry.disable()
+    attention.restore_flash_attention_impl(_raise_warn=False)
+    torch._C._set_sdp_priority_order(order)
+
+
+def current() -> tuple[str | None, bool]:
+    """The active implementation, and whether the flash backend is first."""
+    first = int(torch._C._get_sdp_priority_order()[0])
+    return torch.nn.attention.current_flash_attention_impl(), first == int(SDPBackend.FLASH_ATTENTION)
+
+
+@pytest.fixture
+def flash_last() -> None:
+    flash = int(SDPBackend.FLASH_ATTENTION)
+    others = [int(each) for each in torch._C._get_sdp_priority_order() if int(each) != flash]
+    torch._C._set_sdp_priority_order([*others, flash])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu", "flash_last")
+@pytest.mark.parametrize("other", [None, "other"])
+def test_another_implementation_is_active_again_afterwards(other: str | None) -> None:
+    if other is not None:
+        torch.nn.attention.activate_flash_attention_impl(other)
+    with registry.enabled():
+        assert current() == (registry.NAME, True)
+        with registry.enabled():
+            pass
+        assert current() == (registry.NAME, True)
+    assert current() == (other, False)
+    registry.enable()
+    registry.disable()
+    registry.disable()
+    assert current() == (other, False)
+    registry.enable()
+    torch.nn.attention.activate_flash_attention_impl("other")  # in flashlane's place, which disable leaves
+    registry.disable()
+    assert current() == ("other", False)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu", "flash_last")
+def test_the_flash_backend_can_be_preferred_later() -> None:
+    registry.enable(prefer=False)
+    assert current() == (registry.NAME, False)
+    with registry.enabled():
+        assert current() == (registry.NAME, True)
+    assert current() == (registry.NAME, False)
+    registry.enable()
+    registry.enable()
+    assert current() == (registry.NAME, True)
+    registry.disable()
+    assert current() == (None, False)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu", "flash_last")
+@pytest.mark.parametrize("where", ["_register", "_let_torch_order"])
+def test_nothing_stays_after_an_error(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("no memory")
+
+    torch.nn.attention.activate_flash_attention_impl("other")
+    monkeypatch.setattr(registry, where, fails)
+    with pytest.raises(RuntimeError, match="no memory"), registry.enabled():
+        pass
+    assert current() == ("other", False)
+
+
 # --- on a GPU ---
 
 

@@ -40,7 +40,8 @@ _log = logging.getLogger(__name__)
 def enable(*, prefer: bool = True) -> None:
     """Run flashlane's kernels under torch's flash attention operators on CUDA, until :func:`disable`.
 
-    It deactivates another implementation of torch's registry (FlashAttention-3 or -4).
+    It deactivates another implementation of torch's registry (FlashAttention-3 or -4), which :func:`disable` activates
+    again. Where flashlane is active already, ``prefer`` still takes effect.
 
     Args:
         prefer: also make SDPA try its flash backend first: on Hopper, recent versions of torch try cuDNN first. A
@@ -51,29 +52,30 @@ def enable(*, prefer: bool = True) -> None:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no CUDA device; its flash attention implementations exist for CUDA only")
-    if is_enabled():
-        return
-    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
-    if register is None:
-        global _without_registry
-        _without_registry = _register()
-    else:
-        register(NAME, register_fn=_register)
-        torch.nn.attention.activate_flash_attention_impl(NAME)
-    if prefer:
-        _prefer_flash()
+    before = is_enabled()
+    if not before:
+        _activate()
+    try:
+        if prefer and not _order_before:
+            _prefer_flash()
+    except BaseException:
+        if not before:
+            disable()
+        raise
 
 
 def disable() -> None:
-    """Undo :func:`enable`; does nothing where another implementation has taken its place."""
-    global _without_registry
+    """Undo :func:`enable`; leaves another implementation that has taken its place."""
+    global _without_registry, _replaced
+    _restore_order()
+    replaced, _replaced = _replaced, None
     if _without_registry is not None:
         _without_registry.remove()
         _without_registry = None
     elif is_enabled():
         torch.nn.attention.restore_flash_attention_impl()
-    if _order_before:
-        torch._C._set_sdp_priority_order(_order_before.pop())
+        if replaced is not None:
+            torch.nn.attention.activate_flash_attention_impl(replaced)
 
 
 def is_enabled() -> bool:
@@ -84,28 +86,58 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def enabled(*, prefer: bool = True) -> Iterator[None]:
-    """:func:`enable` for a block of code; inside another such block it changes nothing."""
-    before = is_enabled()
+    """:func:`enable` for a block of code; what was active and preferred before is so again after it."""
+    before, preferred = is_enabled(), bool(_order_before)
     enable(prefer=prefer)
     try:
         yield
     finally:
         if not before:
             disable()
+        elif not preferred:
+            _restore_order()
 
 
 _order_before: list[list[int]] = []
 """torch's order of SDPA's backends before :func:`enable`, if that changed it."""
+_replaced: str | None = None
+"""The implementation of torch's registry that :func:`enable` deactivated."""
+
+
+def _activate() -> None:
+    global _without_registry, _replaced
+    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is None:
+        _without_registry = _register()
+        return
+    register(NAME, register_fn=_register)
+    before = torch.nn.attention.current_flash_attention_impl()
+    try:
+        torch.nn.attention.activate_flash_attention_impl(NAME)
+    except BaseException:  # torch has deactivated the other one by then
+        if before is not None:
+            torch.nn.attention.activate_flash_attention_impl(before)
+        raise
+    _replaced = before
 
 
 def _prefer_flash() -> None:
-    t = torch.empty(1, 1, 8, 8, device="cuda", dtype=torch.float16)
-    torch._fused_sdp_choice(t, t, t)  # torch sets its own order at the first choice, which would replace this one
+    _let_torch_order()
     before = [int(backend) for backend in torch._C._get_sdp_priority_order()]
     first = int(SDPBackend.FLASH_ATTENTION)
-    if not _order_before:
-        _order_before.append(before)
     torch._C._set_sdp_priority_order([first, *(backend for backend in before if backend != first)])
+    _order_before.append(before)
+
+
+def _let_torch_order() -> None:
+    """Make a first choice of a backend, at which torch sets its own order, which would replace ours."""
+    t = torch.empty(1, 1, 8, 8, device="cuda", dtype=torch.float16)
+    torch._fused_sdp_choice(t, t, t)
+
+
+def _restore_order() -> None:
+    if _order_before:
+        torch._C._set_sdp_priority_order(_order_before.pop())
 
 
 # --- the operators ---
