@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashlane
@@ -93,3 +97,171 @@ def test_flex_attention_names_what_is_of_another_kind(name: str) -> None:
     given, options, message = KINDS[name]
     with pytest.raises(TypeError, match=message):
         flashlane.flex_attention(*given, **options)
+
+
+# --- a call that is observed is refused in the words of one that is not ---
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+DENSE = {"q": torch.randn(2, 4, 4, 8), "k": torch.randn(2, 6, 2, 8), "v": torch.randn(2, 6, 2, 8)}
+PACKED = {
+    "q": torch.randn(4, 4, 8), "k": torch.randn(6, 2, 8), "v": torch.randn(6, 2, 8),
+    "cu_seqlens_q": ints(0, 4), "cu_seqlens_k": ints(0, 6), "max_seqlen_q": 4, "max_seqlen_k": 6,
+}  # fmt: skip
+CACHE = {"q": DENSE["q"], "k_cache": DENSE["k"], "v_cache": DENSE["v"], "cache_seqlens": ints(3, 4)}
+SDPA = {name: torch.randn(2, 4, 6, 8) for name in ("query", "key", "value")}
+CALLS = {
+    "dense": (flashlane.flash_attn_func, DENSE),
+    "packed": (flashlane.flash_attn_varlen_func, PACKED),
+    "cache": (flashlane.flash_attn_with_kvcache, CACHE),
+    "sdpa": (flashlane.scaled_dot_product_attention, SDPA),
+}
+OF_A_KIND: dict[str, tuple[str, dict[str, Any]]] = {
+    "a word for a scale": ("dense", {"softmax_scale": "x"}),
+    "no cap": ("dense", {"softcap": None}),
+    "a scale that is no number": ("dense", {"softmax_scale": float("nan")}),
+    "two scales": ("dense", {"softmax_scale": torch.ones(2)}),
+    "a list for a bias": ("dense", {"attn_bias": [1]}),
+    "a bias of another shape": ("dense", {"attn_bias": torch.zeros(3, 7)}),
+    "a number for a kernel": ("dense", {"kernel": 5}),
+    "a list for a kernel": ("dense", {"kernel": ["tiled"]}),
+    "an unknown kernel": ("dense", {"kernel": "nope"}),
+    "a word for a flag": ("dense", {"deterministic": "no"}),
+    "two for a flag": ("dense", {"causal": 2}),
+    "no flag": ("dense", {"causal": None}),
+    "an array": ("dense", {"q": np.zeros((2, 4, 4, 8), np.float32)}),
+    "no tensor": ("dense", {"q": None}),
+    "a fraction in a window": ("dense", {"window_size": (1.5, 2)}),
+    "one side of a window": ("dense", {"window_size": 3}),
+    "a window below unbounded": ("dense", {"window_size": (-5, 2)}),
+    "more than all is dropped": ("dense", {"dropout_p": 2.0}),
+    "two shares": ("dense", {"dropout_p": torch.tensor([0.1, 0.2])}),
+    "another dtype": ("dense", {"k": DENSE["k"].half()}),
+    "integers": ("dense", {name: t.int() for name, t in DENSE.items()}),
+    "another rank": ("dense", {"k": DENSE["k"][0]}),
+    "heads that do not divide": ("dense", {"k": torch.randn(2, 6, 3, 8), "v": torch.randn(2, 6, 3, 8)}),
+    "slopes of another dtype": ("dense", {"alibi_slopes": torch.ones(4).double()}),
+    "a fraction for a length": ("packed", {"max_seqlen_q": 7.0}),
+    "long lengths": ("packed", {"cu_seqlens_q": torch.tensor([0, 4])}),
+    "no lengths": ("packed", {"cu_seqlens_k": ints(0)}),
+    "lengths of a dtype": ("cache", {"cache_seqlens": torch.tensor([3, 4])}),
+    "a negative number of splits": ("cache", {"num_splits": -1}),
+    "a key of another head_dim": ("sdpa", {"key": torch.randn(2, 4, 6, 7)}),
+    "a scale of sdpa": ("sdpa", {"scale": float("inf")}),
+}
+"""What is refused for what it is, without a look at what tensors hold."""
+OF_CONTENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lengths that fall": ("packed", {"cu_seqlens_q": ints(0, 3, 2), "cu_seqlens_k": ints(0, 3, 6)}),
+    "more than a cache has": ("cache", {"cache_seqlens": ints(3, 40)}),
+}
+
+
+@contextlib.contextmanager
+def profiler() -> Iterator[None]:
+    with torch.autograd.profiler.profile():
+        yield
+
+
+@contextlib.contextmanager
+def profiled_and_counted() -> Iterator[None]:
+    with profiler(), FlopCounterMode(display=False):
+        yield
+
+
+def error_of(call: str, changes: dict[str, Any]) -> tuple[type, str]:
+    function, given = CALLS[call]
+    with pytest.raises(Exception) as found:
+        function(**given | changes)
+    return found.type, str(found.value)
+
+
+@pytest.mark.parametrize("name", [*OF_A_KIND, *OF_CONTENTS])
+@pytest.mark.parametrize("observer", [lambda: FlopCounterMode(display=False), profiler, profiled_and_counted])
+def test_an_observed_call_raises_the_same_error(name: str, observer: Any) -> None:
+    expected = error_of(*(OF_A_KIND | OF_CONTENTS)[name])
+    assert expected[0] in (TypeError, ValueError), expected
+    with observer():
+        assert error_of(*(OF_A_KIND | OF_CONTENTS)[name]) == expected
+
+
+@pytest.mark.parametrize("where", ["fake", "meta"])
+@pytest.mark.parametrize("name", OF_A_KIND)
+def test_tensors_that_hold_nothing_are_checked(name: str, where: str) -> None:
+    """All but contents."""
+    call, changes = OF_A_KIND[name]
+    expected, message = error_of(call, changes)
+    with FakeTensorMode() if where == "fake" else nullcontext() as mode:
+        to = mode.from_tensor if mode else lambda t: t.to("meta")
+        given = {
+            key: to(value) if isinstance(value, torch.Tensor) and value.numel() != 2 else value
+            for key, value in (CALLS[call][1] | changes).items()
+        }
+        given = {
+            key: to(value) if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64) else value
+            for key, value in given.items()
+        }
+        with pytest.raises(expected) as found:
+            CALLS[call][0](**given)
+    assert str(found.value) == message
+
+
+@pytest.mark.parametrize("where", ["fake", "meta"])
+@pytest.mark.parametrize("call", CALLS)
+def test_tensors_that_hold_nothing_give_results_that_hold_nothing(call: str, where: str) -> None:
+    function, given = CALLS[call]
+    with FakeTensorMode() if where == "fake" else nullcontext() as mode:
+        to = mode.from_tensor if mode else lambda t: t.to("meta")
+        found = function(**{key: to(t) if isinstance(t, torch.Tensor) else t for key, t in given.items()})
+    expected = function(**given)
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype) and type(found) is type(to(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("two for a flag", "causal is 2"),
+        ("no flag", "causal is None"),
+        ("a word for a scale", "softmax_scale is 'x'"),
+        ("a scale that is no number", "scale is nan"),
+        ("no cap", "softcap is None"),
+        ("one side of a window", "window_size is 3"),
+        ("no tensor", "q is None"),
+        ("an unknown kernel", "kernel is 'nope'"),
+        ("heads that do not divide", "k has 3 heads"),
+        ("a fraction for a length", "max_seqlen_q is 7.0"),
+    ],
+)
+def test_compile_refuses_what_an_eager_call_refuses(name: str, message: str) -> None:
+    call, changes = OF_A_KIND[name]
+    function, given = CALLS[call]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda given: function(**given), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=message):
+        compiled(given | changes)
+
+
+def test_flags_that_are_numbers_count_in_an_observed_call() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    expected = flashlane.flash_attn_func(q, q, q, causal=True, window_size=(2, 1), softmax_scale=0.5)
+    given = {"causal": np.True_, "window_size": np.array([2, 1]), "softmax_scale": np.float32(0.5), "deterministic": 1}
+    with FlopCounterMode(display=False):
+        assert torch.equal(flashlane.flash_attn_func(q, q, q, **given), expected)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_checks_fix_no_size_of_a_compiled_call(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(flashlane.flash_attn_func, fullgraph=True, backend=backend, dynamic=dynamic or None)
+    for batch, n, m in ((3, 5, 7), (5, 6, 9), (6, 9, 21), (7, 11, 3)):
+        q, k = torch.randn(batch, n, 4, 8), torch.randn(batch, m, 2, 8)
+        torch.testing.assert_close(compiled(q, k, k), flashlane.flash_attn_func(q, k, k))
+    assert len(graphs) == (1 if dynamic else 2)

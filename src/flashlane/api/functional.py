@@ -463,20 +463,41 @@ def _attend(inputs: Inputs, tag_and_options: tuple[Any, ...], return_lse: bool, 
     return (out, lse) if return_lse else out
 
 
+_library = torch.library.Library("flashlane", "FRAGMENT")
+_library.define("no_gradient(Tensor grad, SymInt[] size, str what) -> Tensor")
+
+
+def _no_gradient(grad: torch.Tensor, size: list[int], what: str) -> torch.Tensor:
+    raise NotImplementedError(f"{what} has no gradients; its inputs may not require any that are asked for")
+
+
+_library.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("flashlane::no_gradient", lambda grad, size, what: grad.new_empty(size), lib=_library)
+torch.library.register_vmap(
+    "flashlane::no_gradient", lambda info, dims, *args: (_no_gradient(*args), None), lib=_library
+)
+
+
 class _Undifferentiable(torch.autograd.Function):
     """Results without a backward pass, for inputs that want one: the error comes when it is asked for, as forward-only
-    calls with such tensors are common."""
+    calls with such tensors are common. It comes from an operator, so that a backward that is never run can be traced.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        ctx: Any, what: str, out: torch.Tensor, lse: torch.Tensor, *given: torch.Tensor
+        what: str, out: torch.Tensor, lse: torch.Tensor, *given: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.what = what
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> None:
-        raise NotImplementedError(f"{ctx.what} has no gradients; its inputs may not require any that are asked for")
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.what, ctx.sizes = inputs[0], tuple(t.shape for t in inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, None, *(torch.ops.flashlane.no_gradient(do, size, ctx.what) for size in ctx.sizes)
 
 
 def _undifferentiable(

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flashlane.api.rotary import rotate
 from flashlane.core import dispatch
-from flashlane.core.problem import Inputs
+from flashlane.core.problem import Inputs, tensors_of
 from flashlane.core.validate import axes_of, check_flag, check_splits, kind_of, window_sides
 from flashlane.ops import call as ops
 from flashlane.ops import torch_rules
+from flashlane.ops.watched import holds_numbers, is_observed
 
 NAMES = {
     "k": "k_cache",
@@ -80,11 +81,6 @@ class Update:
             cache_update.launch(self, q_out, seqused)
         else:
             update_in_torch(self, q_out, seqused)
-
-
-def _recorded() -> bool:
-    """Whether the call is recorded (compiled, exported) or observed, so that contents cannot be read."""
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
 
 @functools.cache
@@ -149,8 +145,17 @@ def _operator(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return made
 
 
+def _vmap_update(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    """One call after another, each on its own slices of the caches, which are written in place."""
+    for name, dim in zip(Update.__dataclass_fields__, in_dims, strict=False):
+        if name in ("k_cache", "v_cache") and dim is None:
+            raise ValueError(f"{name} is the same for every call of torch.vmap, and all would append to it; map it too")
+    return torch_rules.one_by_one(torch.ops.flashlane.update_cache, info.batch_size, in_dims, args)
+
+
 _library.impl("update_cache", _operator, "CompositeExplicitAutograd")
 torch.library.register_fake("flashlane::update_cache", lambda *args: Update(*args).allocate(), lib=_library)
+torch.library.register_vmap("flashlane::update_cache", _vmap_update, lib=_library)
 
 
 def attend_cache(
@@ -197,9 +202,9 @@ def attend_cache(
 def _append_and_attend(
     update: Update, inputs: Inputs, kernel: str | None, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if _recorded():
-        if not torch.compiler.is_compiling():  # all but contents is known, and checked before the cache is written
-            dispatch.select(ops.problem_of(inputs, names=NAMES, **options), kernel)
+    if is_observed() or not holds_numbers(update.q, update.k_cache, update.v_cache, update.cache_seqlens):
+        if not torch.compiler.is_compiling():
+            _check_before(update, inputs, kernel, options)
         values = (getattr(update, name) for name in Update.__dataclass_fields__)
         q_out, seqused = torch.ops.flashlane.update_cache(*values)
         q_out = update.q if update.cos is None else q_out
@@ -212,6 +217,16 @@ def _append_and_attend(
     dispatch.select(problem, kernel)
     update.run(q_out, seqused)
     return ops.attend(inputs, kernel=kernel, names=NAMES, **options)
+
+
+def _check_before(update: Update, inputs: Inputs, kernel: str | None, options: dict[str, Any]) -> None:
+    """Check an observed call before the cache is written to: as a whole, or all but contents where there are none."""
+    if not holds_numbers(*(t for t in tensors_of(inputs) if t is not None)):
+        ops.check(inputs, kernel, names=NAMES, **options)
+        return
+    with _disable_current_modes():  # nothing of this is the call's own work
+        inputs = replace(inputs, seqused_k=update.cache_seqlens + update.k.shape[1])
+        dispatch.select(ops.problem_of(inputs, names=NAMES, **options), kernel)
 
 
 # --- checks of what the validator of attention does not see ---
@@ -287,7 +302,7 @@ def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be ({', '.join(map(str, shape))})")
     if k.shape[1] > capacity:
         raise ValueError(f"k has {k.shape[1]} rows; it may have at most {capacity}, the rows of k_cache")
-    if not _recorded():
+    if not torch.compiler.is_compiling() and holds_numbers(seqused):
         _check_room(seqused, k.shape[1], capacity, inputs.block_table is not None)
     if cos is not None:
         _check_rotary(q, cos, sin, capacity)

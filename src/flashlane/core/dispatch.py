@@ -48,6 +48,8 @@ def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_a
     """Which kernel would run a problem and why each other one would not; of the listed kernels, or of all."""
     from flashlane.core.explanation import Choice, Explanation
 
+    if kernel is not None:
+        registry.get(kernel)  # what is no tag may be no key of :func:`select` either
     chosen = select(problem, kernel)
     kernels = registry.kernels()
     listed = [k for k in kernels if show_all or k.listed or k is chosen]

@@ -161,6 +161,12 @@ class CallOptions(NamedTuple):
     num_splits: int = 0
 
 
+_HINTS = get_type_hints(CallOptions)
+NUMBERS = {name: hint is not float for name, hint in _HINTS.items() if hint in (float, float | None)}
+"""The options that are numbers, and whether each may be None."""
+FLAGS = tuple(name for name, hint in _HINTS.items() if hint is bool)
+"""The options that are yes or no."""
+
 ARGUMENTS: dict[str, Argument] = {each.name: each.metadata["argument"] for each in fields(Inputs)}
 """The fields of :class:`Inputs`."""
 TENSORS = tuple(name for name, hint in get_type_hints(Inputs).items() if hint in (torch.Tensor, torch.Tensor | None))
@@ -383,52 +389,16 @@ class AttentionProblem:
     @classmethod
     def _checked(cls, inputs: Inputs, options: CallOptions) -> AttentionProblem:
         q, k, v = inputs.q, inputs.k, inputs.v
-        varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
-        paged = inputs.block_table is not None
-        check_tensors(q, k, v, varlen, paged)
-        check_sizes(inputs, varlen, paged)
-        if varlen:
-            batch, seqlen_q, seqlen_k = check_varlen(inputs)
-        else:
-            batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-        capacity = check_cache(inputs, batch, varlen)
-        sizes = {"batch": batch, "heads": q.shape[-2], "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        sizes["seqlen_k"] = seqlen_k if varlen else capacity
-        left, right = window_sides(options.window_size, check_flag("causal", options.causal))
-        if options.alignment not in ALIGNMENTS:
-            raise ValueError(f"alignment is {options.alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
-        for name in MODIFIERS:
-            if (modifier := getattr(inputs, name)) is not None:
-                spec = ARGUMENTS[name]
-                check_modifier(name, modifier, q.device, spec.dtype, spec.shapes, sizes, spec.broadcast)
-        dropout_p = check_number("dropout_p", options.dropout_p, low=0.0, below=1.0)
-        needs_grad = wants_grad(inputs)
-        cached = [name for name in CACHE_FIELDS if getattr(inputs, name) is not None]
-        if cached and needs_grad:
-            raise ValueError(
-                f"{cached[0]} is given and an input requires gradients; attention over a key/value cache has none: "
-                f"call it under torch.no_grad(), or with tensors that do not require them"
-            )
-        check_seed(inputs, dropout_p)
-        check_splits(options.num_splits)
         return cls(
-            **sizes,
+            **check_call(inputs, options),
             **{spec.flag: getattr(inputs, name) is not None for name, spec in ARGUMENTS.items() if spec.flag},
             kv_heads=k.shape[-2],
             head_dim=q.shape[-1],
             head_dim_v=v.shape[-1],
             dtype=q.dtype,
-            scale=check_number("scale", q.shape[-1] ** -0.5 if options.scale is None else options.scale),
-            window_left=left,
-            window_right=right,
             alignment=options.alignment,
-            softcap=check_number("softcap", options.softcap, low=0.0),
-            dropout_p=dropout_p,
-            varlen=varlen,
-            page_size=k.shape[1] if paged else 0,
+            page_size=0 if inputs.block_table is None else k.shape[1],
             num_splits=options.num_splits,
-            deterministic=check_flag("deterministic", options.deterministic),
-            needs_grad=needs_grad,
             arch=arch_of(q.device),
             aligned=all(rows_aligned(t) for t in (q, k, v)),
             strides=tuple(tuple(t.stride()) for t in (q, k, v)),
@@ -439,6 +409,62 @@ class AttentionProblem:
         """Arguments that give this problem again with the same tensors."""
         same = {name: getattr(self, name) for name in _SHARED_OPTIONS}
         return CallOptions(**same, window_size=(self.window_left, self.window_right))
+
+
+def check_call(inputs: Inputs, options: CallOptions, contents: bool = True) -> dict[str, Any]:
+    """All checks of a call.
+
+    Args:
+        inputs: the tensors.
+        options: everything else.
+        contents: whether lengths and tables on the CPU are read. Without it no tensor needs to hold anything.
+
+    Returns:
+        The fields of the call's :class:`AttentionProblem` that the checks find.
+
+    Raises:
+        TypeError, ValueError: see :meth:`AttentionProblem.from_inputs`.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    varlen = inputs.cu_seqlens_q is not None or inputs.cu_seqlens_k is not None
+    paged = inputs.block_table is not None
+    check_tensors(q, k, v, varlen, paged)
+    check_sizes(inputs, varlen, paged)
+    if varlen:
+        batch, seqlen_q, seqlen_k = check_varlen(inputs, contents)
+    else:
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    capacity = check_cache(inputs, batch, varlen, contents)
+    sizes = {"batch": batch, "heads": q.shape[-2], "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    sizes["seqlen_k"] = seqlen_k if varlen else capacity
+    left, right = window_sides(options.window_size, check_flag("causal", options.causal))
+    if options.alignment not in ALIGNMENTS:
+        raise ValueError(f"alignment is {options.alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
+    for name in MODIFIERS:
+        if (modifier := getattr(inputs, name)) is not None:
+            spec = ARGUMENTS[name]
+            check_modifier(name, modifier, q.device, spec.dtype, spec.shapes, sizes, spec.broadcast)
+    dropout_p = check_number("dropout_p", options.dropout_p, low=0.0, below=1.0)
+    needs_grad = wants_grad(inputs)
+    cached = [name for name in CACHE_FIELDS if getattr(inputs, name) is not None]
+    if cached and needs_grad:
+        raise ValueError(
+            f"{cached[0]} is given and an input requires gradients; attention over a key/value cache has none: "
+            f"call it under torch.no_grad(), or with tensors that do not require them"
+        )
+    check_seed(inputs, dropout_p)
+    check_splits(options.num_splits)
+    return {
+        **sizes,
+        "scale": check_number("scale", q.shape[-1] ** -0.5 if options.scale is None else options.scale),
+        "window_left": left,
+        "window_right": right,
+        "softcap": check_number("softcap", options.softcap, low=0.0),
+        "dropout_p": dropout_p,
+        "varlen": varlen,
+        "deterministic": check_flag("deterministic", options.deterministic),
+        "needs_grad": needs_grad,
+    }
 
 
 def wants_grad(inputs: Inputs) -> bool:
@@ -468,7 +494,7 @@ _KEY_TYPES: dict[Any, tuple[type, ...]] = {
     tuple[int, int] | torch.Tensor: (tuple,),
 }
 """The exact types of values that can be part of a key, by the type of a field of :class:`CallOptions`."""
-_PLAIN_TYPES = set(product(*(_KEY_TYPES[hint] for hint in get_type_hints(CallOptions).values())))
+_PLAIN_TYPES = set(product(*(_KEY_TYPES[hint] for hint in _HINTS.values())))
 _WINDOW = CallOptions._fields.index("window_size")
 LENGTHS = tuple(name for name in ARGUMENTS if name not in TENSORS)
 """The fields of :class:`Inputs` that are no tensors: the greatest lengths. They are the last ones."""

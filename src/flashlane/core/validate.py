@@ -155,6 +155,7 @@ def _check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], b
     """A tensor of indices as kernels read it: int32, contiguous, on the device of q."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} is {kind_of(t)}; it must be an int32 torch.Tensor of shape {shape}")
+    check_strided(name, t)
     if t.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {t.dtype}; it must be torch.int32")
     if not fits(t.shape):
@@ -165,8 +166,16 @@ def _check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], b
         raise ValueError(f"{name} has strides {t.stride()}; it must be contiguous")
 
 
-def check_varlen(inputs: Inputs) -> tuple[int, int, int]:
-    """Check the lengths of packed sequences; their contents where they are on the CPU.
+def check_longest(name: str, longest: Any) -> None:
+    """Raise ValueError for what cannot be the length of the longest sequence; a symbol may be any."""
+    if isinstance(longest, torch.SymInt):
+        return
+    if not isinstance(longest, int) or longest < 0:
+        raise ValueError(f"{name} is {longest!r}; it must be a whole number of at least 0")
+
+
+def check_varlen(inputs: Inputs, contents: bool = True) -> tuple[int, int, int]:
+    """Check the lengths of packed sequences; with ``contents`` what they are, where they are on the CPU.
 
     Returns:
         The number of sequences, the largest number of queries of one, and the largest number of keys of one.
@@ -183,9 +192,8 @@ def check_varlen(inputs: Inputs) -> tuple[int, int, int]:
             raise ValueError(f"cu_seqlens_{side} is None; give both cu_seqlens_q and cu_seqlens_k, or neither")
         name, shape = f"cu_seqlens_{side}", "(batch + 1,) with batch >= 1"
         _check_indices(name, cu, shape, lambda found: len(found) == 1 and found[0] >= 2, inputs.q)
-        if not isinstance(longest, int) or longest < 0:
-            raise ValueError(f"max_seqlen_{side} is {longest!r}; it must be a whole number of at least 0")
-        if cu.is_cpu:
+        check_longest(f"max_seqlen_{side}", longest)
+        if contents and cu.is_cpu:
             _check_cu_seqlens(inputs, side)
         sizes.append((cu.numel() - 1, longest))
     if sizes[0][0] != sizes[1][0]:
@@ -205,8 +213,8 @@ def _check_cu_seqlens(inputs: Inputs, side: str) -> None:
         )
 
 
-def check_cache(inputs: Inputs, batch: int, varlen: bool) -> int:
-    """Check the fields of a key/value cache; their contents where they are on the CPU.
+def check_cache(inputs: Inputs, batch: int, varlen: bool, contents: bool = True) -> int:
+    """Check the fields of a key/value cache; with ``contents`` what they hold, where they are on the CPU.
 
     Returns:
         The number of rows that a sequence may have; it means nothing for packed keys without pages.
@@ -227,7 +235,7 @@ def check_cache(inputs: Inputs, batch: int, varlen: bool) -> int:
         shape = f"(batch, pages) with batch {batch} and at least one page"
         _check_indices("block_table", table, shape, lambda found: len(found) == 2 and found[0] == batch and found[1], q)
     capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
-    if (indices or table is not None) and q.is_cpu:
+    if contents and (indices or table is not None) and q.is_cpu:
         _check_cache_contents(inputs, indices, capacity, varlen)
     return capacity
 
@@ -271,8 +279,8 @@ def _check_cache_contents(inputs: Inputs, indices: dict[str, torch.Tensor], capa
             f"block_table has {table.shape[1]} pages of {inputs.k.shape[1]} rows for sequences of {lengths.tolist()}; "
             f"they must hold the longest of them"
         )
-    lengths = torch.full((len(table),), capacity) if lengths is None else lengths
-    read = torch.arange(table.shape[1]) * inputs.k.shape[1] < lengths[:, None]
+    lengths = table.new_full((len(table),), capacity) if lengths is None else lengths
+    read = torch.arange(table.shape[1], device=table.device) * inputs.k.shape[1] < lengths[:, None]
     if not _within(table.masked_fill(~read, 0), 0, rows - 1):
         raise ValueError(f"block_table is {table.tolist()}; a page in use may be 0 to {rows - 1}, the pages of k")
 

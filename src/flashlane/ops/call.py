@@ -8,25 +8,32 @@ see :func:`run_cached`.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from flashlane.core import dispatch
+from flashlane.core import dispatch, registry
 from flashlane.core.problem import (
+    FLAGS,
+    LENGTHS,
+    NUMBERS,
+    TENSORS,
     AttentionProblem,
     CallOptions,
     Inputs,
+    check_call,
     facts_of,
     is_plain,
     problem_of_facts,
     wants_grad,
 )
 from flashlane.core.registry import DeviceKernel, Kernel
+from flashlane.core.validate import check_flag, check_longest, check_number, check_strided, window_sides
 from flashlane.ops import autograd, call_cache, execute, library, schema, torch_rules  # noqa: F401  # defines operators
 from flashlane.ops.call_cache import Results
 from flashlane.ops.watched import is_watched
@@ -35,7 +42,7 @@ SEEDS = 2**63 - 1
 """Dropout seeds are drawn from 0 to this."""
 _compiling = torch.compiler.is_dynamo_compiling
 _modes_active = torch._C._len_torch_dispatch_stack
-_profiling = torch.autograd._profiler_enabled
+_profiling, _tracing = torch.autograd._profiler_enabled, torch._C._is_tracing
 
 
 def run_cached(
@@ -111,14 +118,16 @@ def attend(
 
 def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] | None, options: CallOptions) -> Results:
     """:func:`attend` without trying :func:`run_cached`."""
+    if not (kernel is None or isinstance(kernel, str)):
+        registry.get(kernel)  # which refuses it; it may be no key of the choices that were made before
     casts, before = torch._C._is_any_autocast_enabled(), inputs
     if casts:
         inputs = torch_rules.autocast(before)
-    if options.dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
+    if _lacks_seed(inputs, options):
         seed = torch.randint(SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
         inputs = replace(inputs, dropout_seed=seed)
     if is_watched(inputs):
-        return torch.ops.flashlane.forward(*schema.operands(inputs, options, wants_grad(inputs), kernel))
+        return _through_operator(inputs, kernel, names or {}, options)
     facts = facts_of(inputs, options)
     problem = problem_of_facts(facts)
     if problem is None:
@@ -131,6 +140,71 @@ def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] |
         dtype = torch.get_autocast_dtype(inputs.q.device.type)
         entry = call_cache.remember((kernel, *options), problem, inputs, chosen, dtype)
     return _run_unobserved(problem, inputs, chosen, entry)
+
+
+def check(inputs: Inputs, kernel: str | None, *, names: Mapping[str, str] | None = None, **keywords: Any) -> None:
+    """All checks of :func:`attend` that need no contents; errors call the arguments by the caller's ``names``."""
+    options = CallOptions(**keywords)
+    with _errors_by(names):
+        _check_without_contents(inputs, options)
+        _check_kinds(inputs, {}, options)
+        if kernel is not None:
+            registry.get(kernel)
+
+
+def _lacks_seed(inputs: Inputs, options: CallOptions) -> bool:
+    """Whether a call has dropout and needs a seed, as far as its arguments are of the right kinds."""
+    if inputs.dropout_seed is not None or not isinstance(inputs.q, torch.Tensor):
+        return False
+    try:
+        return bool(options.dropout_p)
+    except (RuntimeError, ValueError, TypeError):  # a tensor or an array of several, which the checks refuse
+        return False
+
+
+def _through_operator(inputs: Inputs, kernel: str | None, names: Mapping[str, str], options: CallOptions) -> Results:
+    """A call that is recorded, observed or transformed.
+
+    The operator's schema would refuse an argument of another kind by the operator's names, and its checks see what a
+    transform made of the tensors: so everything is checked here that needs no contents. Where sizes are symbols, they
+    are left to the operator, as a comparison would fix them.
+    """
+    if _compiling():
+        options = _check_kinds(inputs, names, options)
+        return torch.ops.flashlane.forward(*schema.operands(inputs, options, wants_grad(inputs), kernel))
+    with _errors_by(names):
+        _check_without_contents(inputs, options)
+        options = _check_kinds(inputs, {}, options)
+        return torch.ops.flashlane.forward(*schema.operands(inputs, options, wants_grad(inputs), kernel))
+
+
+def _check_kinds(inputs: Inputs, names: Mapping[str, str], options: CallOptions) -> CallOptions:
+    """Check of what kind each argument is; returns the options as the operator's schema takes them.
+
+    ``torch.compile`` traces this: it compares no size, and computes with no number.
+    """
+
+    for name in TENSORS:
+        if (t := getattr(inputs, name)) is not None or name in TENSORS[:3]:
+            check_strided(names.get(name, name), t)
+    for name in LENGTHS:
+        if inputs.cu_seqlens_q is not None:
+            check_longest(name, getattr(inputs, name))
+    changed: dict[str, Any] = {"window_size": window_sides(options.window_size, causal=False)}
+    for name, optional in NUMBERS.items():
+        value = getattr(options, name)
+        if not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) and not (value is None and optional):
+            changed[name] = check_number(names.get(name, name), value)
+    for name in FLAGS:
+        changed[name] = check_flag(names.get(name, name), getattr(options, name))
+    return options._replace(**changed)
+
+
+def _check_without_contents(inputs: Inputs, options: CallOptions) -> None:
+    """All checks of a call but those that read what tensors hold, and of no size where one is a symbol."""
+    given = [t for name in TENSORS if isinstance(t := getattr(inputs, name), torch.Tensor)]
+    if not (_tracing() or any(not isinstance(n, int) for t in given for n in t.shape)):
+        check_call(inputs, options, contents=False)
 
 
 def _same(some: Inputs, others: Inputs) -> bool:
@@ -164,17 +238,24 @@ def _run_unobserved(
 def problem_of(inputs: Inputs, *, names: Mapping[str, str] | None = None, **keywords: Any) -> AttentionProblem:
     """The problem that :func:`attend` would run: errors call the arguments by the caller's ``names``."""
     inputs, options = torch_rules.autocast(inputs), CallOptions(**keywords)
-    if options.dropout_p and inputs.dropout_seed is None and isinstance(inputs.q, torch.Tensor):
+    if _lacks_seed(inputs, options):
         seed = torch.zeros(1, dtype=torch.int64, device=inputs.q.device)  # draws nothing
         inputs = replace(inputs, dropout_seed=seed)
     return _checked(inputs, names, options)
 
 
 def _checked(inputs: Inputs, names: Mapping[str, str] | None, options: CallOptions) -> AttentionProblem:
-    try:
+    with _errors_by(names):
         return AttentionProblem.from_inputs(inputs, options)
+
+
+@contextlib.contextmanager
+def _errors_by(names: Mapping[str, str] | None) -> Iterator[None]:
+    """Errors of the checks call the arguments by the caller's names."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
-        if not names:
+        if not names or type(error) not in (TypeError, ValueError):
             raise
         words = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
         raise type(error)(words.sub(lambda found: names[found[0]], str(error))) from None

@@ -102,7 +102,7 @@ def _vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple
     named = dict(zip(schema.NAMES, args, strict=True))
     dims = dict(zip(schema.NAMES, in_dims, strict=True))
     if not _folds(named, dims):
-        return _one_by_one(operator, size, in_dims, args)
+        return one_by_one(operator, size, in_dims, args)
     folded = [_fold_input(name, t, dims[name], size, named["q"], dims["q"]) for name, t in named.items()]
     results = operator(*folded)
     return tuple(t.unflatten(0, (size, -1)) for t in results), (0, 0)
@@ -116,7 +116,7 @@ def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tupl
     # The gradients of the other arguments are sums over the batch, which must not run over the axis of vmap.
     summed = any(named[name] is not None for name in DIFFERENTIABLE[3:])
     if not _folds(named, dims) or summed:
-        return _one_by_one(operator, size, in_dims, args)
+        return one_by_one(operator, size, in_dims, args)
     *tensors, bias_grad = extras
     outer = [_fold(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
     folded = [_fold_input(name, t, dims[name], size, named["q"], dims["q"]) for name, t in named.items()]
@@ -158,7 +158,8 @@ def _fold_input(name: str, t: Any, dim: int | None, size: int, q: torch.Tensor, 
     return t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
 
 
-def _one_by_one(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
+def one_by_one(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
+    """One call of an operator after another, for each place of an axis of vmap; the results are stacked."""
     results = []
     for index in range(size):
         chosen = [a.select(d, index) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)]

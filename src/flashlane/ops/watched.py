@@ -9,6 +9,7 @@ from flashlane.core.problem import Inputs
 
 _compiler = torch.compiler
 _transforms_active, _modes_active = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _profiling, _tracing = torch.autograd._profiler_enabled, torch._C._is_tracing
 
 
@@ -30,8 +31,15 @@ def is_watched(inputs: Inputs) -> bool:
     if is_observed():
         return True
     if type(inputs.q) is type(inputs.k) is type(inputs.v) is torch.Tensor:
+        if inputs.q.is_meta:
+            return True  # nothing is computed
         return inputs.q.is_neg() or inputs.k.is_neg() or inputs.v.is_neg()  # what lies in memory is not the value
     return any(
         isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter)
         for t in (inputs.q, inputs.k, inputs.v)
     )
+
+
+def holds_numbers(*tensors: torch.Tensor) -> bool:
+    """Whether tensors hold numbers that can be read: they are not fake, and no transform or subclass wraps them."""
+    return all(type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta and not _is_wrapped(t) for t in tensors)

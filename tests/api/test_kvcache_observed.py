@@ -1,0 +1,109 @@
+"""Calls over a cache that are compiled, transformed, counted, or whose tensors hold nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from flashlane import flash_attn_varlen_func, flash_attn_with_kvcache
+
+NO_GRADIENTS = "has no gradients"
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CACHE, PAGES = torch.randn(2, 2, 6, 2, 8), torch.randn(2, 5, 4, 2, 8)
+TABLE = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32)
+
+
+def cached(q: torch.Tensor) -> torch.Tensor:
+    return flash_attn_with_kvcache(q, *CACHE, cache_seqlens=ints(3, 4))
+
+
+def paged(q: torch.Tensor) -> torch.Tensor:
+    lengths = ints(0, 3, 6), ints(0, 7, 12), 3, 7
+    return flash_attn_varlen_func(q.flatten(0, 1), *PAGES, *lengths, block_table=TABLE)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("call", [cached, paged])
+def test_a_forward_compiles_though_an_input_requires_gradients(
+    call: Callable[..., torch.Tensor], dynamic: bool | None
+) -> None:
+    torch._dynamo.reset()
+    q = torch.randn(2, 3, 4, 8, requires_grad=True)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    out = compiled(q)
+    assert torch.equal(out, call(q))
+    for each in (out, call(q)):
+        with pytest.raises(NotImplementedError, match=NO_GRADIENTS):
+            each.sum().backward()
+
+
+@pytest.mark.parametrize("call", [cached, paged])
+def test_torch_func_is_told_that_there_are_no_gradients(call: Callable[..., torch.Tensor]) -> None:
+    q = torch.randn(2, 3, 4, 8)
+    for gradient in (torch.func.grad(lambda q: call(q).sum()), torch.func.jacrev(call)):
+        with pytest.raises(NotImplementedError, match=NO_GRADIENTS):
+            gradient(q)
+    out, pull = torch.func.vjp(call, q)
+    assert torch.equal(out, call(q))
+    with pytest.raises(NotImplementedError, match=NO_GRADIENTS):
+        pull(out)
+
+
+def append(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, new: torch.Tensor, lengths: Any) -> Any:
+    return flash_attn_with_kvcache(q, k_cache, v_cache, new, -new, cache_seqlens=lengths, causal=True)
+
+
+def drawn(*outer: int) -> list[torch.Tensor]:
+    made = [torch.randn(*outer, 2, n, h, 8) for n, h in ((1, 4), (10, 2), (10, 2), (1, 2))]
+    return [*made, torch.randint(0, 9, (*outer, 2), dtype=torch.int32)]
+
+
+def test_vmap_appends_to_each_cache() -> None:
+    q, k_cache, v_cache, new, lengths = drawn(3)
+    caches = k_cache.clone(), v_cache.clone()
+    expected = torch.stack([append(q[i], caches[0][i], caches[1][i], new[i], lengths[i]) for i in range(3)])
+    out = torch.vmap(append)(q, k_cache, v_cache, new, lengths)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(k_cache, caches[0]) and torch.equal(v_cache, caches[1])
+
+
+def test_vmap_over_one_cache_is_refused() -> None:
+    q, k_cache, v_cache, new, lengths = drawn(3)
+    before = k_cache[0].clone()
+    with pytest.raises(ValueError, match=r"k_cache is the same for every call of torch\.vmap"):
+        torch.vmap(append, in_dims=(0, None, None, 0, 0))(q, k_cache[0], v_cache[0], new, lengths)
+    assert torch.equal(k_cache[0], before)
+
+
+def test_fake_and_meta_tensors_are_appended_to() -> None:
+    given = drawn()
+    assert append(*(t.to("meta") for t in given)).shape == given[0].shape
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in given]
+        assert append(*fake).shape == given[0].shape
+        with pytest.raises(ValueError, match="softcap is -1"):
+            flash_attn_with_kvcache(*fake[:3], fake[3], fake[3], cache_seqlens=fake[4], softcap=-1.0)
+
+
+def test_padding_is_compared_with_the_lengths_after_appending() -> None:
+    q, k_cache, v_cache, new, _ = drawn()
+    results = []
+    for mode in (FlopCounterMode(display=False), contextlib.nullcontext()):
+        with mode:
+            out = flash_attn_with_kvcache(
+                q, k_cache.clone(), v_cache.clone(), new, new, cache_seqlens=ints(4, 5), cache_leftpad=ints(5, 0)
+            )
+        results.append(out)
+    assert torch.equal(*results)
+    assert torch.equal(results[0][0], torch.zeros_like(q[0])), "the first sequence has no key left"
