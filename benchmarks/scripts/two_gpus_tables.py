@@ -45,7 +45,7 @@ def shares(result: Result) -> str:
             each = found.get(method)
             cells.append("–" if each is None else " / ".join(f"{100 * each[f'{way}_efficiency']:.1f}" for way in BOTH))
         rows.append(cells)
-    return table(("problem", "asked", "one GPU, ms", *columns.values()), rows)
+    return table(("problem", "target", "one GPU, ms", *columns.values()), rows)
 
 
 def step(result: Result) -> str:

@@ -109,8 +109,9 @@ def prebuild_command(
     if ptx:
         console.print(f"PTX of {count} kernels for {', '.join(archs)} in {out}", highlight=False, soft_wrap=True)
         raise typer.Exit(1 if wrong else 0)
+    counted = f"{_counted(len(built.compiled), 'kernel')} of {_counted(len(dict.fromkeys(problems)), 'problem')}"
     console.print(
-        f"{_counted(len(built.compiled), 'kernel')} of {_counted(len(dict.fromkeys(problems)), 'problem')} for {', '.join(archs)}: "
+        f"{counted} for {', '.join(archs)}: "
         f"{built.fresh} compiled, {len(built.compiled) - built.fresh} there before, {built.bytes / 1e6:.1f} MB",
         highlight=False,
     )
