@@ -441,3 +441,44 @@ def test_functions_of_tensors_that_require_gradients_are_translated_in_inference
         out = flashlane.flex_attention(q, q, q, score_mod, mask)
     with torch.no_grad():
         torch.testing.assert_close(out.clone(), flex_oracle.attention(q, q, q, score_mod, mask)[0])
+
+
+def _of_lists(lists: list[torch.Tensor], lengths: tuple[int, int]) -> BlockMask:
+    """The mask of counts and indices that torch does not look at."""
+    rest = dict.fromkeys(("full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices"))
+    rest |= dict.fromkeys(("full_q_num_blocks", "full_q_indices"))
+    return BlockMask(lengths, *lists, **rest, BLOCK_SIZE=(16, 16), mask_mod=lambda b, h, q, kv: q >= 0)
+
+
+LISTS = {
+    "kv_indices has 99; it may have 0 to 4, the last block": ([2, 1], [[0, 99], [1, 0]], 80),
+    "kv_indices has -1; it may have": ([1, 1], [[0, 1], [-1, 0]], 80),
+    "kv_num_blocks has 3; it may have 0 to 2, the length of a list": ([2, 3], [[0, 1], [1, 0]], 80),
+    "kv_num_blocks has 2 rows of blocks; 40 queries in blocks of 16 have 3": ([2, 1], [[0, 1], [1, 0]], 40),
+}
+
+
+@pytest.mark.parametrize("message", LISTS)
+def test_lists_by_hand_that_do_not_fit_are_named(message: str) -> None:
+    counts, indices, length = LISTS[message]
+    lists = [torch.tensor(t, dtype=torch.int32)[None, None] for t in (counts, indices)]
+    rows = 32 if "rows" not in message else length
+    mask = _of_lists(lists, (rows, 80))
+    with pytest.raises(ValueError, match=f"block_mask: {message}"):
+        flashlane.flex_attention(*operands(1, 1, 1, rows, 80), None, mask)
+
+
+def test_what_lists_hold_past_their_counts_is_not_read() -> None:
+    lists = [torch.tensor(t, dtype=torch.int32)[None, None] for t in ([1, 1], [[0, 99], [1, -7]])]
+    mask = _of_lists(lists, (32, 32))
+    tensors = operands(1, 1, 1, 32, 32)
+    halves = [
+        torch.nn.functional.scaled_dot_product_attention(*(t[:, :, i : i + 16] for t in tensors)) for i in (0, 16)
+    ]
+    torch.testing.assert_close(flashlane.flex_attention(*tensors, None, mask), torch.cat(halves, 2))
+
+
+def test_a_call_on_a_device_without_kernels_says_so() -> None:
+    q = torch.empty(1, 2, 16, 8, device="meta")
+    with pytest.raises(NotImplementedError, match="no kernel of flashlane runs this call"):
+        flashlane.flex_attention(q, q, q)

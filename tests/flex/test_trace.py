@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.flex_oracle import mapped, places
 
+import flashlane
 from flashlane.flex import bind as bind_module
 from flashlane.flex.bind import bind, binding_of
 from flashlane.flex.evaluate import evaluate
@@ -412,3 +413,57 @@ def test_a_mask_that_is_no_bool_is_refused(result: Any) -> None:
     with pytest.raises(TypeError, match=f"mask_mod returned {named}.*must return a bool"):
         bind(None, lambda b, h, q, kv: eval(result, {"q": q, "kv": kv}) if isinstance(result, str) else result, CPU)
     assert bind(None, lambda b, h, q, kv: True, CPU)[0].mask is None
+
+
+_cube = torch.randn(2, 9, 11, dtype=torch.float64)
+MIXED = {
+    "a slice after a scalar": lambda score, b, h, q, kv: score + _cube[h, 3:][q][kv],
+    "a slice before a scalar": lambda score, b, h, q, kv: score + _cube[:, kv][h, q],
+    "a slice of a row": lambda score, b, h, q, kv: score + _cube[0][q, 2:][kv],
+    "a slice with steps": lambda score, b, h, q, kv: score + _cube[h, q, ::2].sum() * _cube[h, 1:6, q][2],
+    "an ellipsis after": lambda score, b, h, q, kv: score + _cube[h, ...][q, kv],
+    "an ellipsis before": lambda score, b, h, q, kv: score + _cube[..., kv][h][q],
+    "an ellipsis for nothing": lambda score, b, h, q, kv: score + _cube[h, q, kv, ...],
+    "a number and a slice": lambda score, b, h, q, kv: score + _cube[1, 2:, kv][q],
+    "a new axis": lambda score, b, h, q, kv: score + _cube[h][None][0][q][kv] + _cube[h, None, q][0, kv],
+    "a new axis of a row": lambda score, b, h, q, kv: score + _cube[h][q].unsqueeze(-1)[kv][-1],
+    "a new axis of an element": lambda score, b, h, q, kv: score + _cube[h, q, kv][None].sum(),
+    "take": lambda score, b, h, q, kv: score + torch.take(_cube, q * 11 + kv) + _cube.take(h),
+}
+
+
+def _by_tensors_alone(function: Callable[..., Any], score: torch.Tensor, *at: int) -> torch.Tensor:
+    return function(score, *(torch.tensor(i) for i in at))
+
+
+@pytest.mark.parametrize("way", MIXED)
+def test_indices_of_scalars_next_to_slices(way: str) -> None:
+    score = torch.randn(SIZES, dtype=torch.float64)
+    program, arguments = bind(MIXED[way], None, CPU, "f64")
+    (found,) = evaluate([program.score], {"score": score, **places(SIZES)}, arguments.tensors, arguments.integers)
+    for at in ((0, 0, 0, 0), (1, 1, 5, 6), (0, 1, 2, 3), (1, 0, 4, 2)):
+        torch.testing.assert_close(found[at], _by_tensors_alone(MIXED[way], score[at], *at))
+
+
+def test_a_captured_tensor_gets_its_gradient_through_a_slice() -> None:
+    table = torch.randn(2, 9, 11, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(1, 2, 6, 8, dtype=torch.float64)
+    grads = []
+    for score_mod in (lambda s, b, h, q, kv: s + table[h, 3:][q][kv], lambda s, b, h, q, kv: s + table[h, q + 3, kv]):
+        out = flashlane.flex_attention(q, q, q, score_mod)
+        grads += torch.autograd.grad((out * q).sum(), table)
+    torch.testing.assert_close(*grads)
+    assert grads[0][:, 3:, :6].all() and not grads[0][:, :3].any()
+
+
+def test_reasons_of_refusals_are_those_of_the_function() -> None:
+    x = torch.tensor([0.5, 2.0])
+    not_known = "none is known yet where torch operations make it of captured tensors"
+    for function, reason in (
+        (lambda score, b, h, q, kv: score + _cube[0][q > kv].sum(), "operation aten.index.Tensor.*tracing"),
+        (lambda score, b, h, q, kv: score + _cube[h][q : q + 1, kv][0], "slice a tensor:a tensor.*may be a number"),
+        (lambda score, b, h, q, kv: score if x.max() > 1 else -score, not_known),
+        (lambda score, b, h, q, kv: score if x.any() else -score, not_known),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            bind(function, None, CPU)

@@ -224,7 +224,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.dtype == torch.float32 else t for t in tensors)
@@ -274,6 +274,13 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
             f"block_mask was made for {given[0]} queries and {given[1]} keys; this call has {lengths[0]} and "
             f"{lengths[1]}. Make one for these lengths"
         )
+    for name in ("kv_num_blocks", "full_kv_num_blocks"):
+        counts, size = getattr(block_mask, name), block_mask.BLOCK_SIZE[0]
+        if counts is not None and counts.shape[-1] < -(-rows // size):
+            raise ValueError(
+                f"block_mask: {name} has {counts.shape[-1]} rows of blocks; {rows} queries in blocks of {size} have "
+                f"{-(-rows // size)}"
+            )
     for i, (name, size) in enumerate((("batch size", batch), ("heads", heads))):
         if block_mask.kv_num_blocks.shape[i] not in (1, size):
             raise ValueError(f"block_mask has {name} {block_mask.kv_num_blocks.shape[i]}; it must be 1 or {size}")

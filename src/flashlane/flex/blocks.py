@@ -13,18 +13,30 @@ HIDDEN, PARTIAL, FULL, UNKNOWN = 0, 1, 2, 3
 
 
 def states(block_mask: Any) -> torch.Tensor:
-    """The state of every block, int8 ``(B or 1, H or 1, rows of blocks, columns of blocks)``."""
-    partial = _listed(block_mask, block_mask.kv_num_blocks, block_mask.kv_indices)
+    """The state of every block, int8 ``(B or 1, H or 1, rows of blocks, columns of blocks)``.
+
+    Raises:
+        ValueError: the lists are on a CPU, and a count or an index is outside of them.
+    """
+    partial = _listed(block_mask, "kv_num_blocks", "kv_indices")
     if block_mask.full_kv_num_blocks is None:
         return partial.to(torch.int8)
-    full = _listed(block_mask, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    full = _listed(block_mask, "full_kv_num_blocks", "full_kv_indices")
     return torch.where(full, FULL, partial.to(torch.int8)).to(torch.int8)
 
 
-def _listed(block_mask: Any, counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def _listed(block_mask: Any, name_of_counts: str, name_of_indices: str) -> torch.Tensor:
+    counts, indices = getattr(block_mask, name_of_counts), getattr(block_mask, name_of_indices)
     columns = max(indices.shape[-1], -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1]))
     place = torch.arange(indices.shape[-1], device=indices.device, dtype=torch.int32)
     at = torch.where(place < counts.unsqueeze(-1), indices, columns).long()
+    if indices.device.type == "cpu":  # on a GPU it would have to be waited for
+        length = indices.shape[-1]
+        for name, t, last in ((name_of_counts, counts, length), (name_of_indices, at, columns)):
+            wrong = t[(t < 0) | (t > last)]
+            if wrong.numel():
+                most = f"{length}, the length of a list" if t is counts else f"{columns - 1}, the last block of keys"
+                raise ValueError(f"block_mask: {name} has {int(wrong[0])}; it may have 0 to {most}")
     table = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
     return table.scatter_(-1, at, True)[..., :columns]
 

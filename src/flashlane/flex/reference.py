@@ -77,8 +77,7 @@ class Problem:
                     kv, state = every, None
                     if listed is not None:
                         lb, lh = (cut[i] if listed.shape[i] > 1 else slice(None) for i in (0, 1))
-                        # A row past the lists has the blocks of the last row of blocks.
-                        of_rows = listed[lb, lh][:, :, (q // size[0]).long().clamp_max(listed.shape[2] - 1)]
+                        of_rows = listed[lb, lh][:, :, (q // size[0]).long()]
                         used = of_rows.flatten(0, 2).amax(0) > 0 if of_rows.numel() else every[:0].bool()
                         kv = every[used[(every // size[1]).long()]]
                         state = of_rows[..., (kv // size[1]).long()]

@@ -14,17 +14,18 @@ from typing import Any, NoReturn
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashlane.flex import aten, in_place, rows
-from flashlane.flex.expression import Expression, cast, input, make
+from flashlane.flex.expression import Expression, cast, input, is_constant, make
 from flashlane.flex.integer_range import SMALL
 from flashlane.flex.program import short_name
+from flashlane.flex.reads import Reads
 from flashlane.flex.rows import Row
 
 MOST_INTEGERS = 32
 """The largest number of a function's integers that become launch parameters; further ones are constants of its code."""
+_OF_TRACING = ("torch.fx", "torch._subclasses", "torch._dynamo")
+"""Modules whose errors are those of tracing a function that torch runs otherwise."""
 _OWN_GRADIENTS_ALLOWED = ("ModIndex", "_TanhApprox")
 """autograd.Functions whose backward is the derivative of their forward: torch's indexing, attention-gym's tanh."""
 
@@ -87,44 +88,12 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
         _refuse_own_gradients(result, kind)
         return result
 
-    reads = _Reads()
+    reads = Reads(kind)
     graph = _graph(reads.seen(called), examples, kind, reads)
     return replace(_Translation(graph, names, kind, score_type).traced(), reads_values=reads.values)
 
 
-_READING = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
-"""Functions of tensors that give Python an element; what they read may be different at the next call."""
-_READING_OPERATORS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::item")
-
-
-class _Reads:
-    """Whether a function reads elements of tensors into Python while it is traced."""
-
-    def __init__(self) -> None:
-        self.values = False
-
-    def seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, watched where it is called."""
-        reads = self
-
-        class OfFunctions(TorchFunctionMode):
-            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                reads.values |= getattr(func, "__name__", "") in _READING
-                return func(*args, **(kwargs or {}))
-
-        class OfOperators(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                reads.values |= getattr(func, "name", str)().split(".")[0] in _READING_OPERATORS
-                return func(*args, **(kwargs or {}))
-
-        def watched(*arguments: torch.Tensor) -> torch.Tensor:
-            with OfFunctions(), OfOperators():
-                return function(*arguments)
-
-        return watched
-
-
-def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, reads: _Reads) -> torch.fx.GraphModule:
+def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, reads: Reads) -> torch.fx.GraphModule:
     with torch.enable_grad(), TransformGetItemToIndex():
         try:
             tracer = make_fx(called, aten.decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
@@ -134,9 +103,15 @@ def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, 
         except Exception as error:
             if reads.values or "data-dependent" in str(error).lower():
                 raise NotImplementedError(
-                    f"{kind} reads a value of a tensor in Python, as an `if` and float() do, which each pair may have "
-                    "for itself; torch.where chooses between two values, and t[i] reads a captured tensor "
-                    f"({type(error).__name__}: {str(error).splitlines()[0]})"
+                    f"{kind} reads a value of a tensor in Python, as an `if` and float() do: each pair may have its "
+                    "own, and none is known yet where torch operations make it of captured tensors; torch.where "
+                    "chooses between two values, t[i] reads a captured tensor, and a value that is read before the "
+                    f"call is a number ({reads.last}: {type(error).__name__}: {str(error).splitlines()[0]})"
+                ) from error
+            if type(error).__module__.startswith(_OF_TRACING):
+                raise NotImplementedError(
+                    f"{kind}: programs do not have the operation {reads.last}, whose result torch's tracing does not "
+                    f"know ({type(error).__name__}: {str(error).splitlines()[0]})"
                 ) from error
             raise
 
@@ -159,10 +134,17 @@ def _refuse_own_gradients(result: torch.Tensor, kind: str) -> None:
 
 @dataclass
 class _View:
-    """A tensor that the function captures, and the scalar that indexes each dimension; None where none does yet."""
+    """A view of a tensor that the function captures."""
 
     source: torch.fx.Node
     indices: list[Expression | None]
+    """The scalar that indexes each axis of the tensor; None where none does yet."""
+    axes: list[int | None]
+    """The axis of the tensor that each dimension of the view is; None: a new one of size 1."""
+
+    @classmethod
+    def whole(cls, source: torch.fx.Node, ndim: int) -> _View:
+        return cls(source, [None] * ndim, list(range(ndim)))
 
 
 class _Translation:
@@ -204,7 +186,7 @@ class _Translation:
         elif node.op == "get_attr":
             if isinstance(tensor := _attribute(self.module, node), torch.Tensor):
                 first = self.first.setdefault(str(node.target), node)
-                self.values[node] = _View(first, [None] * tensor.ndim)
+                self.values[node] = _View.whole(first, tensor.ndim)
         elif node.op == "call_function":
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 self.refuse(node)
@@ -221,7 +203,7 @@ class _Translation:
                 self.refuse(node)
             # What depends on captured tensors alone is computed before the kernel: see captured().
             elif isinstance(node.meta.get("val"), torch.Tensor):
-                self.values[node] = _View(node, [None] * node.meta["val"].ndim)
+                self.values[node] = _View.whole(node, node.meta["val"].ndim)
         else:
             self.refuse(node)
 
@@ -234,6 +216,11 @@ class _Translation:
                 return aten.number(tensor.item(), short_name(tensor.dtype))
         if name[0] == "aten" and name[1] in ("index", "select"):
             return self.indexed(node, name[1])
+        if name[0] == "aten" and name[1] == "unsqueeze" and self.is_part(node.args[0]) and self.varies[node]:
+            view, dim = self.values[node.args[0]], int(node.args[1])  # type: ignore[index, call-overload, arg-type]
+            axes = list(view.axes)  # type: ignore[union-attr]
+            axes.insert(dim + len(axes) + 1 if dim < 0 else dim, None)
+            return replace(view, axes=axes)  # type: ignore[type-var]
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.ndim > 1:
             return None
@@ -249,10 +236,10 @@ class _Translation:
             return rows.translate(target, arguments, keywords, kind, size, self.integer)
         return aten.translate(*target, arguments, keywords, kind, self.integer)
 
-    def is_part(self, node: torch.fx.Node) -> bool:
-        """Whether a node is a captured tensor of which at least one axis has no index."""
+    def is_part(self, node: Any) -> bool:
+        """Whether a node is a view of a captured tensor that has at least one dimension left."""
         view = self.values.get(node)
-        return isinstance(view, _View) and None in view.indices
+        return isinstance(view, _View) and bool(view.axes)
 
     def argument(self, given: Any) -> Any:
         """A node's expression or row, or None where it has none; anything but a node stays as it is."""
@@ -269,7 +256,7 @@ class _Translation:
         self.has_rows, loaded = True, []
         for element in range(size):
             at = [aten.number(element, "i32") if index is None else index for index in view.indices]
-            loaded.append(self.loaded(_View(view.source, at)))
+            loaded.append(self.loaded(_View(view.source, at, [])))
         return Row(tuple(loaded))  # type: ignore[arg-type]
 
     def indexed(self, node: torch.fx.Node, name: str) -> Expression | Row | _View | None:
@@ -278,31 +265,38 @@ class _Translation:
             return view.element(node.args[2] if name == "select" else self.argument(node.args[1][0]))  # type: ignore[index]
         if not isinstance(view, _View):
             return None
-        free = [axis for axis, index in enumerate(view.indices) if index is None]
-        indices = list(view.indices)
+        given: list[Any] = [None] * len(view.axes)
         if name == "select":
             _, dim, at = node.args
             if not isinstance(at, int):
                 return None
-            indices[free[dim]] = aten.number(at, "i32")  # type: ignore[index]
+            given[dim] = aten.number(at, "i32")  # type: ignore[index]
         else:
-            for axis, given in zip(free, node.args[1], strict=False):  # type: ignore[arg-type]
-                if given is None:
+            for dim, index_node in enumerate(node.args[1]):  # type: ignore[arg-type]
+                if index_node is None:
                     continue
-                index = self.argument(given)
+                index = self.argument(index_node)
                 if not isinstance(index, Expression) or index.dtype in ("bool", "f16", "bf16", "f32", "f64"):
                     return None
-                indices[axis] = index if index.dtype == "i64" else cast(index, "i32")
-        indexed = _View(view.source, indices)
-        return indexed if None in indices else self.loaded(indexed)
+                given[dim] = index if index.dtype == "i64" else cast(index, "i32")
+        if any(
+            axis is None and at is not None and not is_constant(at) for axis, at in zip(view.axes, given, strict=True)
+        ):
+            return None  # such an index may lie outside of the new axis, which no load would notice
+        indices = list(view.indices)
+        for axis, at in zip(view.axes, given, strict=True):
+            if axis is not None and at is not None:
+                indices[axis] = at
+        left = [axis for axis, at in zip(view.axes, given, strict=True) if at is None]
+        indexed = _View(view.source, indices, left)
+        return indexed if left else self.loaded(indexed)
 
     def loaded(self, view: _View) -> Expression | Row | None:
         """What a captured tensor has at its indices: an element; a row, if an index is missing; None if several are."""
         value = view.source.meta["val"] if "val" in view.source.meta else _attribute(self.module, view.source)
-        free = [axis for axis, index in enumerate(view.indices) if index is None]
-        if len(free) == 1:
-            return self.row(view, value.shape[free[0]])
-        if free:
+        if len(view.axes) == 1:
+            return self.row(view, 1 if view.axes[0] is None else value.shape[view.axes[0]])
+        if view.axes:
             return None
         number = self.read.setdefault(view.source, len(self.read))
         return make("load", short_name(value.dtype), view.indices, number)  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""Watches a function while it is traced: what it reads into Python, and how it indexes tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READING = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
+"""Functions of tensors that give Python an element; what they read may be different at the next call."""
+_READING_OPERATORS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::item")
+
+
+class Reads:
+    """What a function reads of tensors while it is traced."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.values = False
+        """Whether it read an element into Python."""
+        self.last = ""
+        """The last operator that it called."""
+
+    def seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, watched where it is called."""
+        reads = self
+
+        class OfFunctions(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                reads.values |= getattr(func, "__name__", "") in _READING
+                if func is torch.Tensor.__getitem__ and (parts := reads.parts(*args)) is not None:
+                    return torch.ops.aten.index.Tensor(*parts)
+                if func in (torch.take, torch.Tensor.take) and len(args) == 2:  # by an i32 index, too
+                    return args[0].reshape(-1)[args[1]]
+                return func(*args, **(kwargs or {}))
+
+        class OfOperators(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                reads.last = str(func)
+                reads.values |= getattr(func, "name", str)().split(".")[0] in _READING_OPERATORS
+                return func(*args, **(kwargs or {}))
+
+        def watched(*arguments: torch.Tensor) -> torch.Tensor:
+            with OfFunctions(), OfOperators():
+                return function(*arguments)
+
+        return watched
+
+    def parts(self, tensor: torch.Tensor, at: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]] | None:
+        """A view by the slices, numbers and new axes of an index, and its scalar tensors; None without either kind.
+
+        torch itself reads a scalar tensor into Python if it stands next to a slice.
+
+        Raises:
+            NotImplementedError: an end of a slice is a tensor.
+        """
+        items = list(at) if isinstance(at, tuple) else [at]
+        for item in items:
+            ends = (item.start, item.stop, item.step) if isinstance(item, slice) else ()
+            if any(isinstance(end, torch.Tensor) for end in ends):
+                raise NotImplementedError(
+                    f"{self.kind} takes the slice {_shown(item)} of a tensor; an end of a slice may be a number"
+                )
+        scalars = [_is_scalar(item) for item in items]
+        rest = [item for item, scalar in zip(items, scalars, strict=True) if not scalar]
+        basic = all(item is None or item is ... or type(item) in (int, slice) for item in rest)
+        if not any(scalars) or not basic or all(type(item) is int for item in rest):
+            return None
+        if ... in rest:
+            where = next(i for i, item in enumerate(items) if item is ...)
+            left = tensor.ndim - sum(item is not None and item is not ... for item in items)
+            items[where : where + 1] = [slice(None)] * left
+        view = [slice(None) if _is_scalar(item) else item for item in items]
+        indices = [item if _is_scalar(item) else None for item in items if type(item) is not int]
+        whole = all(item == slice(None) for item in view)
+        return tensor if whole else tensor[tuple(view)], indices
+
+
+def _is_scalar(item: Any) -> bool:
+    return (
+        isinstance(item, torch.Tensor) and item.ndim == 0 and not item.is_floating_point() and item.dtype != torch.bool
+    )
+
+
+def _shown(ends: slice) -> str:
+    names = ["" if end is None else "a tensor" if isinstance(end, torch.Tensor) else str(end)
+             for end in (ends.start, ends.stop, ends.step)]  # fmt: skip
+    return ":".join(names[:2] if ends.step is None else names)
