@@ -25,7 +25,7 @@ def test_strides_are_bytes_and_the_innermost_goes_unsaid() -> None:
     found = describe("f16", *of(t), box=(64, 128, 1, 1))
     assert found.sizes == (72, 5, 3, 2)
     assert found.strides == (3 * 72 * 2, 72 * 2, 5 * 3 * 72 * 2)
-    assert found.box_bytes == 64 * 128 * 2 and found.swizzle == 128
+    assert found.box == (64, 128, 1, 1) and found.swizzle == 128
 
 
 def test_a_box_visits_the_elements_that_torch_indexing_does() -> None:

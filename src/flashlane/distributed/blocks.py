@@ -50,11 +50,6 @@ class Block:
         same_right = right == self.right or (self.right < 0 and count - rows + right >= count - 1)
         return same_left and same_right
 
-    @property
-    def one_sided(self) -> bool:
-        """Whether no query sees a key after the one that it is aligned with."""
-        return self.right == 0
-
 
 def block_of(queries: Run, keys: Run, left: int, right: int) -> Block | None:
     """The block of two runs under a window in positions, −1 for unbounded; None where nothing is visible."""

@@ -40,14 +40,6 @@ class TensorMap:
     swizzle: int
     """Bytes of a row of the box over which 16-byte chunks are permuted: 0, 32, 64 or 128."""
 
-    @property
-    def box_bytes(self) -> int:
-        """The bytes that one copy transfers, and an mbarrier counts, whether or not the box reaches outside."""
-        count = ITEM_BYTES[self.element]
-        for size in self.box:
-            count *= size
-        return count
-
 
 def refusal(address: int, sizes: tuple[int, ...], strides: tuple[int, ...], element: Element) -> str | None:
     """Why TMA cannot read such a tensor, or None.
