@@ -36,6 +36,7 @@ from flashlane.distributed.gather import Gathering, Returning, Task
 from flashlane.distributed.key_parts import PartedBackward, parted_backward, totals_of
 from flashlane.distributed.launches import Launch, Pair, RangedLaunch, launches_of, ranged_backward_of
 from flashlane.distributed.modifiers import Flow, Modifiers
+from flashlane.distributed.once import differentiated_once
 from flashlane.distributed.peer_memory import Exchange
 from flashlane.distributed.polled import MORE_STREAMS, ChunkGathering, polled_launch, run_polled
 from flashlane.distributed.streams import COMPUTE_STREAMS, COPY_STREAM, CallStreams
@@ -205,7 +206,7 @@ class GatherAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once()
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *others = ctx.saved_tensors
         lses, named = others[: ctx.count], Modifiers(*others[ctx.count :])

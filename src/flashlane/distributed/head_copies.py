@@ -25,6 +25,7 @@ from flashlane.distributed.calls import Calls
 from flashlane.distributed.comm import Ranks, label_of
 from flashlane.distributed.launches import Launch
 from flashlane.distributed.layout import Run, runs_of
+from flashlane.distributed.once import differentiated_once
 from flashlane.distributed.peer_memory import MOST_GROUPS, Exchange, HeadMove, PeerMemory, Places, half_of, memory_of
 from flashlane.distributed.plan import Division, gather_calls
 from flashlane.distributed.streams import COMPUTE_STREAMS, COPY_STREAM, CallStreams
@@ -273,7 +274,7 @@ class HeadCopies(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once()
     def backward(ctx: Any, do: torch.Tensor | None) -> tuple[Any, ...]:
         task = ctx.task
         q, k, v, *others = ctx.saved_tensors

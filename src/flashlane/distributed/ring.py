@@ -28,6 +28,7 @@ from flashlane.distributed.comm import Message, Pending
 from flashlane.distributed.gather import Task
 from flashlane.distributed.layout import rows_of
 from flashlane.distributed.modifiers import Flow, Modifiers
+from flashlane.distributed.once import differentiated_once
 from flashlane.distributed.plan import ring_calls, ring_hops
 from flashlane.distributed.ring_parts import RingParts, ring_parts
 from flashlane.distributed.streams import COMPUTE_STREAMS, CallStreams
@@ -133,7 +134,7 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once()
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *modifiers = ctx.saved_tensors
         task, named = ctx.task, Modifiers(*modifiers)

@@ -18,6 +18,7 @@ from flashlane.core.arch import compute_dtype
 from flashlane.distributed import comm
 from flashlane.distributed.comm import Message, Ranks
 from flashlane.distributed.layout import chunk_bounds, rows_of, runs_of
+from flashlane.distributed.once import differentiated_once
 from flashlane.distributed.plan import Division, shard_order
 
 
@@ -172,7 +173,7 @@ class ToHeads(torch.autograd.Function):
         return tuple(exchange.to_heads(qkv, ("queries", "keys", "keys")))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once(linear=True)
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
         found = exchange.to_tokens(grads, ("queries", "keys", "keys"))
@@ -208,7 +209,7 @@ class ToTokens(torch.autograd.Function):
         return out, None if lse is None else _lse_of([parts[1] for parts in found], lse.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once(linear=True)
     def backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         if dlse is None or not ctx.with_lse:
             return None, ctx.exchange.to_heads((do,), ("queries",))[0], None
