@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from context_parallel_cases import square_mesh
 from rank_pool import RankPool, first_ranks
 
 from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func
@@ -37,6 +38,8 @@ def attend_otherwise(changes: dict[int, dict[str, Any]], size: int) -> None:
             "seqlen is 12 on rank 0, 15 on rank 1, 12 on rank 2; it must be the same on all 3 ranks. It was not",
         ),
         ({"softmax_scale": 0.5}, "softmax_scale is"),
+        ({"kernel": "reference"}, "kernel is None on rank 0, 'reference' on rank 1, None on rank 2"),
+        ({"kernel": "nope"}, "rank 1: ValueError: kernel is 'nope', which no kernel is called"),
         ({"kv_heads": 3}, "rank 1: ValueError: k has 3 heads and q has 4"),
         ({"dropout_p": 0.1}, "rank 1: NotImplementedError: dropout_p is 0.1"),
         ({"rows": 5, "seqlen": 12}, "rank 1: ValueError: q has 5 rows on rank 1; layout 'zigzag' gives it 4 of 12"),
@@ -51,6 +54,24 @@ def test_other_arguments_on_one_rank(pool: RankPool, change: dict[str, Any], mes
     assert [kind for kind, _ in found] == ["error"] * 3
     assert all(message.removeprefix("rank 1: ").split(": ")[-1] in value[1] for _, value in found), found
     assert message in found[0][1][1]
+
+
+def attend_otherwise_on_a_mesh(wrong: int) -> str:
+    """The error of a new call on a mesh of two dimensions, which one rank cannot make; then all make it."""
+    q, mesh = torch.randn(1, 5 + wrong, 4, 8), square_mesh()
+    try:
+        context_parallel_attn_func(q, q, q, dropout_p=0.1 if dist.get_rank() == wrong else 0.0, group=mesh)
+    except (ValueError, NotImplementedError) as error:
+        context_parallel_attn_func(q, q, q, group=mesh)
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_make_a_call_is_named_in_both_dimensions_of_a_mesh(pool: RankPool) -> None:
+    for wrong in (3, 0):
+        found = pool.run(attend_otherwise_on_a_mesh, wrong)
+        assert all("dropout_p is 0.1" in each for each in found), found
 
 
 @pytest.mark.slow
@@ -72,6 +93,7 @@ def test_other_arguments_on_one_rank(pool: RankPool, change: dict[str, Any], mes
         ({"cu_seqlens": [0.0, 4.0]}, TypeError, "cu_seqlens is"),
         ({"cu_seqlens": None}, TypeError, "cu_seqlens is None"),
         ({"causal": "yes"}, TypeError, "causal is 'yes'; it must be True or False"),
+        ({"kernel": 5}, TypeError, "kernel is an int; it must be the tag of a kernel, or None"),
         ({"deterministic": "no"}, TypeError, "deterministic is 'no'; it must be True or False"),
         ({"return_lse": "yes"}, TypeError, "return_lse is 'yes'; it must be True or False"),
     ],

@@ -105,9 +105,12 @@ def join_otherwise(change: str) -> str:
         return ""
     x = torch.full((1, 4, 2), float(rank))
     other = {"tokens": x[:, :3], "dtype": x.double(), "width": x[..., :1], "gradient": x.clone().requires_grad_()}
+    other["list"] = x.tolist()
+    more = {"dim": {"dim": 5}, "layout": {"layout": "spiral"}, "seqlen": {"seqlen": 9.5}}
+    wrong = (other.get(change, x), more.get(change, {})) if rank == 1 else (x, {})
     try:
-        unshard_sequence(other[change] if rank == 1 else x, group=group)
-    except ValueError as error:
+        unshard_sequence(wrong[0], **wrong[1], group=group)
+    except (TypeError, ValueError) as error:
         joined = unshard_sequence(x, layout="contiguous", group=group)
         assert joined[0, :, 0].tolist() == [0.0] * 4 + [1.0] * 4
         return str(error)
@@ -122,11 +125,17 @@ def join_otherwise(change: str) -> str:
         ("dtype", "dtype is 'torch.float32' on rank 0, 'torch.float64' on rank 1"),
         ("width", "x without its tokens is [1, 2] on rank 0, [1, 1] on rank 1"),
         ("gradient", "requires_grad is False on rank 0, True on rank 1"),
+        ("list", "the call cannot be made on rank 1: TypeError: x is a list; it must be a torch.Tensor"),
+        ("dim", "the call cannot be made on rank 1: ValueError: dim is 5; x has 3 axes"),
+        ("layout", "the call cannot be made on rank 1: ValueError: layout is 'spiral'"),
+        ("seqlen", "the call cannot be made on rank 1: ValueError: seqlen is 9.5"),
     ],
 )
 def test_ranks_that_join_other_tensors_are_told(pool: RankPool, change: str, message: str) -> None:
     """Before anything is sent: messages of other sizes would hang or be cut off where labels are not compared."""
-    assert all(each.startswith(message) for each in pool.run(join_otherwise, change)[:2])
+    found = pool.run(join_otherwise, change)
+    own = message.split("Error: ")[-1]  # without the rank, where it is its own argument
+    assert found[0].startswith(message) and found[1].startswith(own), found[:2]
 
 
 def outside() -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -88,6 +89,24 @@ def agree(
         dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
     record.calls[fields] = [said[_TOLD] for said in others]
     return record.calls[fields]
+
+
+def agree_on_grid(
+    groups: Iterable[Ranks], fields: Fields, device: torch.device, error: Exception | None = None, told: object = None
+) -> list[list[Any]]:
+    """:func:`agree` in each group of a grid. A rank that has an error, or hears of one, tells it in all of them.
+
+    Otherwise the ranks of another group would wait for this one, and count other comparisons than it does.
+    """
+    found = []
+    for ranks in groups:
+        try:
+            found.append(agree(ranks, fields, device, error, told))
+        except (TypeError, ValueError, NotImplementedError) as failed:
+            error = error or failed
+    if error is not None:
+        raise error
+    return found
 
 
 def _compare(ranks: Ranks, mine: dict[str, object], others: list[dict[str, object]]) -> None:

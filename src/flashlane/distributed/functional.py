@@ -23,10 +23,11 @@ from flashlane.core.validate import (
     check_number,
     check_sizes,
     check_tensors,
+    kind_of,
     whole_number,
     window_sides,
 )
-from flashlane.distributed.agree import agree
+from flashlane.distributed.agree import agree, agree_on_grid
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.call_key import Key, forget_destroyed, key_of_call
@@ -194,6 +195,13 @@ def check_method(method: str) -> None:
         raise ValueError(f"method is {method!r}; it may be one of {', '.join(map(repr, METHODS))}")
 
 
+def check_kernel(kernel: Any) -> None:
+    """Raise TypeError or ValueError if ``kernel`` is no tag of a kernel."""
+    if not isinstance(kernel, str):
+        raise TypeError(f"kernel is {kind_of(kernel)}; it must be the tag of a kernel, or None")
+    registry.get(kernel)
+
+
 def choose_method(grid: Grid, causal: bool, positional: bool) -> Method:
     """The method that "auto" takes.
 
@@ -298,7 +306,7 @@ def _checked(
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
     try:
-        told = [agree(ranks, fields, device, error, place_of(device)) for ranks in grid.groups]
+        told = agree_on_grid(grid.groups, fields, device, error, place_of(device))
     except ValueError as found:
         if seqlen is None and str(found).startswith("seqlen is "):
             raise ValueError(f"{found}. It was not given, and is then the rows of q times the ranks") from None
@@ -387,6 +395,8 @@ def _checked_call(
     layout, method, positional = where["layout"], where["method"], modifiers.positional
     check_layout(layout)
     check_method(method)
+    if options["kernel"] is not None:
+        check_kernel(options["kernel"])
     if method == "auto":
         method = choose_method(grid, right == 0, positional)
     if (method == "usp") != (grid.heads is not None):
@@ -453,6 +463,7 @@ def _fields(
         ("softmax_scale", settings.options.scale),
         ("softcap", settings.options.softcap),
         ("deterministic", settings.options.deterministic),
+        ("kernel", settings.kernel),
         ("requires_grad", settings.needs_grad),
         *((name, t is not None) for name, t in modifiers._asdict().items()),
     )

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from flashlane.core.arch import compute_dtype
 from flashlane.core.validate import kind_of, whole_number
 from flashlane.distributed import comm
 from flashlane.distributed import layout as layouts
-from flashlane.distributed.agree import agree
+from flashlane.distributed.agree import Fields, agree_on_grid
 from flashlane.distributed.comm import Grid, Group, Message, Ranks, check_rank
 from flashlane.distributed.functional import digest, lengths_of
 from flashlane.distributed.layout import Layout, order_of_shards, rows_of, runs_of
+from flashlane.distributed.once import differentiated_once
 
 Lengths = torch.Tensor | Sequence[int] | None
 
@@ -121,19 +123,31 @@ def unshard_sequence(
         TypeError, ValueError: an argument is not valid; the message names it.
         RuntimeError: a rank did not answer within the group's timeout.
     """
-    _check_axis(x, dim)
+    error: Exception | None = None
+    fields: Fields = ()
+    try:
+        _check_axis(x, dim)
+    except (TypeError, ValueError) as found:
+        if not dist.is_available() or not dist.is_initialized():
+            raise  # there is nobody to tell
+        error = found
     grid = Grid.of(group)
-    if cu_seqlens is None and seqlen is None:
-        seqlen = x.shape[dim] * grid.size
-    layout, lengths, size, rank = _where(seqlen, cu_seqlens, layout, group, grid.rank, grid.size)
-    counts = [rows_of(runs_of(layout, lengths, size, each)) for each in range(size)]
-    error = None
-    if x.shape[dim] != counts[rank]:
-        error = ValueError(
-            f"x has {x.shape[dim]} tokens along axis {dim} on rank {rank}; layout {layout!r} gives it {counts[rank]} "
-            f"of {sum(lengths)}"
-        )
-    _agree(x, dim, layout, lengths, cu_seqlens is not None, grid, error)
+    try:
+        if error is None:
+            if cu_seqlens is None and seqlen is None:
+                seqlen = x.shape[dim] * grid.size
+            layout, lengths, size, rank = _where(seqlen, cu_seqlens, layout, group, grid.rank, grid.size)
+            counts = [rows_of(runs_of(layout, lengths, size, each)) for each in range(size)]
+            if x.shape[dim] != counts[rank]:
+                raise ValueError(
+                    f"x has {x.shape[dim]} tokens along axis {dim} on rank {rank}; layout {layout!r} gives it "
+                    f"{counts[rank]} of {sum(lengths)}"
+                )
+            fields = _fields(x, dim, layout, lengths, cu_seqlens is not None)
+    except (TypeError, ValueError) as found:
+        error = found
+    device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+    agree_on_grid(grid.groups, fields, device, error)  # before anything is sent, as messages must have equal sizes
     rows = x.movedim(dim, 0)
     for ranks in reversed(grid.groups):
         inner = grid.heads.size if grid.heads and ranks is grid.keys else 1
@@ -144,20 +158,12 @@ def unshard_sequence(
     return rows.index_select(0, order).movedim(0, dim)
 
 
-def _agree(
-    x: torch.Tensor,
-    dim: int,
-    layout: Layout,
-    lengths: tuple[int, ...],
-    varlen: bool,
-    grid: Grid,
-    error: ValueError | None,
-) -> None:
-    """Raise ValueError on all ranks unless they join tensors of the same kind, whose messages have the same sizes."""
+def _fields(x: torch.Tensor, dim: int, layout: Layout, lengths: tuple[int, ...], varlen: bool) -> Fields:
+    """What must be the same on all ranks: they join tensors of the same kind."""
     others = list(x.shape)
     del others[dim]
     gives_gradients = torch.is_grad_enabled() and x.requires_grad
-    fields = (
+    return (
         ("unshard_sequence", True),
         ("x without its tokens", tuple(others)),
         ("dim", dim % x.dim()),
@@ -166,8 +172,6 @@ def _agree(
         ("cu_seqlens" if varlen else "seqlen", digest(lengths) if varlen else lengths[0]),
         ("requires_grad", gives_gradients),
     )
-    for ranks in grid.groups:
-        agree(ranks, fields, x.device, error)
 
 
 class _Join(torch.autograd.Function):
@@ -186,7 +190,7 @@ class _Join(torch.autograd.Function):
         return joined
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once(linear=True)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         ranks, sizes = ctx.call
         parts = [part.contiguous() for part in grad.split(list(sizes))]
