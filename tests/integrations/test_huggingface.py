@@ -376,6 +376,23 @@ def test_errors() -> None:
         huggingface.attention(layer(), one, one, one, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
 
 
+def test_what_the_page_says_of_models_that_do_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers gives neither of them an error: GPT-2 keeps ``output_attentions`` to itself, Bloom its attention."""
+    calls: list[int] = []
+    attend = huggingface.ops.attend
+    monkeypatch.setattr(huggingface.ops, "attend", lambda *args, **kwargs: calls.append(1) or attend(*args, **kwargs))
+    name, sizes = flashlane.register_transformers(), {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2}
+    ids = torch.tensor([[3, 4, 5]])
+    configs = {"sdpa": 0, name: 1}
+    for implementation, count in configs.items():
+        gpt2 = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, **sizes)
+        model = transformers.AutoModel.from_config(gpt2, attn_implementation=implementation).eval()
+        assert model(ids, output_attentions=True).attentions == () and len(calls) == count
+    bloom = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, **sizes)
+    model = transformers.AutoModel.from_config(bloom, attn_implementation=name).eval()
+    assert len(model(ids, output_attentions=True).attentions) == 1 and len(calls) == 1
+
+
 def test_a_window_is_recognised_by_its_code_only() -> None:
     from transformers import masking_utils
 
