@@ -249,6 +249,19 @@ def test_every_type_of_captured_tensor_compiles() -> None:
     jit.compile(program_kernel.source(program), "sm_80")
 
 
+def test_erfc_relu_and_clamps_to_tensors_compile() -> None:
+    table = torch.randn(4, dtype=torch.float32)
+
+    def score_mod(score, b, h, q, kv):
+        return torch.erfc(score) + torch.relu(score) + torch.clamp(score, table[h], table[kv]) + (table[q] > 2**40)
+
+    program, _ = bind(score_mod, lambda b, h, q, kv: (q - kv < 2**31) & (q > kv.long() * 2**31), torch.device("cpu"))
+    text = program.header()
+    assert "erfcf(" in text and "<= static_cast<float>(0.0);" in text and text.count("program::isnan") == 3
+    assert "4294967295u" not in text, "a number that does not fit"
+    jit.compile(program_kernel.source(program), "sm_90a")
+
+
 def test_the_python_mirror_of_the_parameters_has_their_offsets() -> None:
     tensors = tuple(torch.ones(s) for s in ((3,), (2, 3, 4), ()))
     program = Program(None, None, captured(tensors), 5)

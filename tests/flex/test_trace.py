@@ -461,7 +461,10 @@ def test_reasons_of_refusals_are_those_of_the_function() -> None:
     not_known = "none is known yet where torch operations make it of captured tensors"
     for function, reason in (
         (lambda score, b, h, q, kv: score + _cube[0][q > kv].sum(), "operation aten.index.Tensor.*tracing"),
-        (lambda score, b, h, q, kv: score + _cube[h][q : q + 1, kv][0], "slice a tensor:a tensor.*may be a number"),
+        (
+            lambda score, b, h, q, kv: score + _cube[h][q : q + 1, kv][0],
+            "slice of a tensor whose end, or step, is a tensor; it may be a number",
+        ),
         (lambda score, b, h, q, kv: score if x.max() > 1 else -score, not_known),
         (lambda score, b, h, q, kv: score if x.any() else -score, not_known),
     ):

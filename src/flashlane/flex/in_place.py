@@ -52,12 +52,12 @@ class _Memory:
     """Which nodes of a graph share memory, and which of them are one tensor."""
 
     def __init__(self) -> None:
-        self.place: dict[torch.fx.Node, int] = {}
-        self.owner: dict[torch.fx.Node, torch.fx.Node] = {}
+        self.place = dict[torch.fx.Node, int]()
+        self.owner = dict[torch.fx.Node, torch.fx.Node]()
         """The first node that has the memory of a node."""
-        self.tensor: dict[torch.fx.Node, torch.fx.Node] = {}
+        self.tensor = dict[torch.fx.Node, torch.fx.Node]()
         """The first node that is the same tensor as a node."""
-        self.captured: dict[str, torch.fx.Node] = {}
+        self.captured = dict[str, torch.fx.Node]()
 
     def add(self, node: torch.fx.Node, refuse: Refuse) -> bool:
         """Note the next node of the graph; whether it writes to its operand."""

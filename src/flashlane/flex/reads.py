@@ -62,7 +62,8 @@ class Reads:
             ends = (item.start, item.stop, item.step) if isinstance(item, slice) else ()
             if any(isinstance(end, torch.Tensor) for end in ends):
                 raise NotImplementedError(
-                    f"{self.kind} takes the slice {_shown(item)} of a tensor; an end of a slice may be a number"
+                    f"{self.kind} takes a slice of a tensor whose end, or step, is a tensor; it may be a number, and "
+                    "t[i] reads one element"
                 )
         scalars = [_is_scalar(item) for item in items]
         rest = [item for item, scalar in zip(items, scalars, strict=True) if not scalar]
@@ -83,9 +84,3 @@ def _is_scalar(item: Any) -> bool:
     return (
         isinstance(item, torch.Tensor) and item.ndim == 0 and not item.is_floating_point() and item.dtype != torch.bool
     )
-
-
-def _shown(ends: slice) -> str:
-    names = ["" if end is None else "a tensor" if isinstance(end, torch.Tensor) else str(end)
-             for end in (ends.start, ends.stop, ends.step)]  # fmt: skip
-    return ":".join(names[:2] if ends.step is None else names)
