@@ -119,3 +119,12 @@ def test_what_packed_queries_over_a_cache_have_not_is_named(name: str) -> None:
     q, cache = torch.randn(4, 2, 8), torch.randn(1, 9, 2, 8)
     with pytest.raises(NotImplementedError, match=f"{name} is given with cu_seqlens_q"):
         fa3.flash_attn_with_kvcache(q, cache, cache, cu_seqlens_q=cumulative([4]), max_seqlen_q=4, **{name: cache})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gradient_over_a_cache_is_refused_and_not_left_out(packed: bool) -> None:
+    q, cache = torch.randn(1, 4, 2, 8, requires_grad=True), torch.randn(1, 9, 2, 8)
+    given = {"cu_seqlens_q": cumulative([4]), "max_seqlen_q": 4} if packed else {}
+    out = fa3.flash_attn_with_kvcache(q[0] if packed else q, cache, cache, cache_seqlens=7, **given)
+    with pytest.raises(NotImplementedError, match="has no gradients"):
+        out.sum().backward()

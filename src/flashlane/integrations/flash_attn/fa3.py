@@ -257,21 +257,20 @@ def flash_attn_with_kvcache(
         full = rows if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((batch,), full, dtype=torch.int32, device=q.device)
     lengths.check_used("cache_seqlens", cache_seqlens, batch, q, rows, "the rows of k_cache")
-    with torch.no_grad():
-        out, lse = lengths.attend(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=None,
-            seqused_q=None,
-            seqused_k=cache_seqlens,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=None,
-            page_table=page_table,
-            num_splits=num_splits,
-            **options,
-        )
+    out, lse = lengths.attend(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=None,
+        seqused_q=None,
+        seqused_k=cache_seqlens,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=None,
+        page_table=page_table,
+        num_splits=num_splits,
+        **options,
+    )
     return (out, lse) if return_softmax_lse else out
 
 
