@@ -116,7 +116,7 @@ def test_new_objects_of_the_same_contents_are_a_known_call(pool: RankPool) -> No
 
 
 def on_new_groups(folder: str) -> list[Any]:
-    """Calls on an equal mesh before and after the process groups are made anew; what is kept of the first ones."""
+    """Calls on an equal mesh before and after new process groups replace them; what is kept of the first ones."""
     rank, qkv = dist.get_rank(), whole_tensors()
     right = flashlane.flash_attn_func(*qkv, causal=True)
     found = []
