@@ -111,6 +111,27 @@ def test_bad_constants(constant, error, words):
         jit.compile(jit.KernelSource("k.cu", "", "k", (constant,)), "sm_80")
 
 
+def test_arguments_of_another_type_are_named():
+    source = jit.KernelSource("k.cu", "", "k")
+    calls = {
+        "source is None; it must be a KernelSource": lambda: jit.compile(None, "sm_80"),
+        "options is '-G'; it must be a sequence of str": lambda: jit.compile(source, "sm_80", options="-G"),
+        r"options is \[3\]": lambda: jit.compile(source, "sm_80", options=[3]),
+        r"constants is \[\('N', 1\)\]; it must be a tuple": lambda: jit.KernelSource("k.cu", "", "k", [("N", 1)]),
+        r"headers is \(\['a', 'b'\],\); it must be a tuple": lambda: jit.KernelSource(
+            "k.cu", "", "k", (), (["a", "b"],)
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(TypeError, match=message):
+            call()
+
+
+def test_options_may_be_a_list():
+    text = 'extern "C" __global__ void k(int* x) { *x = NUMBER; }'
+    assert jit.compile(jit.KernelSource("k.cu", text, "k"), "sm_80", options=["-DNUMBER=3"]).cubin
+
+
 def test_syntax_error_names_kernel_and_line_and_caches_nothing(folder):
     broken = jit.KernelSource("kernels/broken.cu", 'extern "C" __global__ void k() {\n  int x = ;\n}', "k")
     with pytest.raises(jit.CompileError) as caught:

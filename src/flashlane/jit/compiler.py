@@ -48,6 +48,13 @@ class KernelSource:
     headers: tuple[tuple[str, str], ...] = ()
     """Name and text of further headers that the device code includes, such as generated ones."""
 
+    def __post_init__(self) -> None:
+        for name in ("constants", "headers"):
+            if not isinstance(pairs := getattr(self, name), tuple) or not all(
+                isinstance(pair, tuple) for pair in pairs
+            ):
+                raise TypeError(f"{name} is {pairs!r}; it must be a tuple of tuples, as a kernel is a key of its cubin")
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -87,7 +94,7 @@ _memo: dict[Wanted, Compiled] = {}
 _at_work: dict[Wanted, threading.Lock] = {}
 
 
-def compile(source: KernelSource, arch: str, *, debug: bool = False, options: tuple[str, ...] = ()) -> Compiled:
+def compile(source: KernelSource, arch: str, *, debug: bool = False, options: Sequence[str] = ()) -> Compiled:
     """Compile a kernel for an architecture, or take it from memory or from the disk cache.
 
     Needs NVRTC and the CUDA runtime headers, but neither a driver nor a GPU. With ``FLASHLANE_RACECHECK=1`` in the
@@ -103,9 +110,13 @@ def compile(source: KernelSource, arch: str, *, debug: bool = False, options: tu
         CompileError: NVRTC rejects the kernel; nothing is cached.
         ToolchainError: NVRTC or the headers are missing; the message says how to get them.
         ValueError: ``arch`` is not one NVRTC compiles for, or a constant is out of range.
-        TypeError: a constant is neither int, bool nor str.
+        TypeError: an argument is of another type, or a constant is neither int, bool nor str.
     """
-    wanted = (source, arch, _macros(debug) + options)
+    if not isinstance(source, KernelSource):
+        raise TypeError(f"source is {source!r}; it must be a KernelSource")
+    if isinstance(options, str) or not all(isinstance(option, str) for option in options):
+        raise TypeError(f"options is {options!r}; it must be a sequence of str")
+    wanted = (source, arch, (*_macros(debug), *options))
     found = _memo.get(wanted)
     if found is None:
         with _at_work.setdefault(wanted, threading.Lock()):  # of two threads, one compiles and the other waits
