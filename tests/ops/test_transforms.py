@@ -18,7 +18,7 @@ import flashlane
 from flashlane.bench.measure.flops import flops
 from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
 from flashlane.ops import call as ops
-from flashlane.ops import schema
+from flashlane.ops import schema, torch_rules
 from flashlane.ops.flops import visible_pairs
 
 pytestmark = pytest.mark.usefixtures("torch_kernels")
@@ -315,12 +315,20 @@ def _dual(q: torch.Tensor) -> Any:
         return _sum(forward_ad.make_dual(q, q))
 
 
+def _dual_slopes(q: torch.Tensor) -> Any:
+    """Of an argument that has no reverse-mode derivative either."""
+    with forward_ad.dual_level():
+        slopes = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        return ops.attend(Inputs(q, q, q, alibi_slopes=slopes))
+
+
 FORWARD = "no forward-mode derivative"
 TWICE = "differentiated once"
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "jvp": (lambda q: torch.func.jvp(_sum, (q,), (q,)), FORWARD),
     "jacfwd": (lambda q: torch.func.jacfwd(_sum)(q), FORWARD),
     "dual numbers": (_dual, FORWARD),
+    "dual slopes": (_dual_slopes, FORWARD),
     "hessian": (lambda q: torch.func.hessian(_sum)(q), FORWARD),
     "jvp of grad": (lambda q: torch.func.jvp(torch.func.grad(_sum), (q,), (q,)), FORWARD),
     "grad of grad": (lambda q: torch.func.grad(lambda x: torch.func.grad(_sum)(x).sum())(q), TWICE),
@@ -333,6 +341,16 @@ def test_derivatives_that_there_are_not_are_errors(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(NotImplementedError, match=message):
         call(torch.randn(1, 3, 2, 8, dtype=F64))
+
+
+def test_what_has_no_derivative_is_asked_for_its_tangent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a kernel, which on a GPU would drop it."""
+    seen: list[Any] = []
+    monkeypatch.setattr(torch_rules, "refuse_tangents", seen.extend)
+    slopes = torch.ones(2)
+    with forward_ad.dual_level():
+        ops.attend(Inputs(*[torch.randn(1, 3, 2, 8)] * 3, alibi_slopes=slopes))
+    assert any(t is slopes for t in seen)
 
 
 # --- modes, subclasses, views ---

@@ -249,8 +249,8 @@ def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
                 return found
     args = schema.with_defaults((q, k, v, *options))
     tensors = [args[index] for index in schema.DIFFERENTIABLE_AT]
-    if forward_ad._current_level >= 0:
-        torch_rules.refuse_tangents(tensors)
+    if forward_ad._current_level >= 0:  # of any argument: one without a derivative has none for its tangent either
+        torch_rules.refuse_tangents([t for t in args if isinstance(t, torch.Tensor)])
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not _plain(keyset):
         return _watched(keyset, args) if wanted else _below_autograd(keyset, args)
