@@ -210,6 +210,19 @@ def test_s_dmask_is_empty_without_dropout() -> None:
     torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), q))
 
 
+def test_s_dmask_under_autocast_is_of_what_the_kernel_read() -> None:
+    q, k = torch.randn(2, 1, 9, 2, 16)
+    found = []
+    for cast in (True, False):
+        torch.manual_seed(4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            given = (q, k, k) if cast else (q.bfloat16(), k.bfloat16(), k.bfloat16())
+            found.append(flash_attn_func(*given, 0.3, return_attn_probs=True))
+    for under, cast_before in zip(*found, strict=True):
+        assert under.dtype == cast_before.dtype and torch.equal(under, cast_before)
+    assert found[0][2].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("tail", [{}, {"causal": True, "softcap": 3.0}, {"window_size": (150, 30)}], ids=str)
 def test_s_dmask_gives_probabilities_and_mask(tail: dict, varlen: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,13 @@ and ``normalize_flash_attn_S``, which undo what is described here.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.ops import torch_rules
 from flashlane.reference.masks import SequenceBatch, sequence_batches, tiles
 from flashlane.reference.score import scores_of
 
@@ -43,17 +46,20 @@ def signed_probabilities(problem: AttentionProblem, inputs: Inputs) -> torch.Ten
         ``(b, h, sq, sk)`` in the dtype of q, both lengths rounded up to 128 (varlen: the longest ones); of varlen,
         each sequence in the top-left corner of its own matrix.
     """
+    if inputs.q.dtype != problem.dtype:  # under autocast
+        inputs = replace(inputs, q=inputs.q.to(problem.dtype), k=inputs.k.to(problem.dtype))
     lengths = (-(-n // ROUND_TO) * ROUND_TO for n in (problem.seqlen_q, problem.seqlen_k))
     result = inputs.q.new_zeros((problem.batch, problem.heads, *lengths))
     block = block_of_keys(problem.head_dim, problem.dropout_p > 0, problem.causal, problem.arch)
-    for sequences in sequence_batches(problem, inputs):
-        band = sequences.band
-        where = slice(None) if sequences.sequence is None else slice(sequences.sequence, sequences.sequence + 1)
-        target = result[where].unflatten(1, (sequences.kv_heads, sequences.group))
-        size = max(1, BLOCK_SCORES // max(1, len(target) * problem.heads * band.seqlen_k))
-        for rows in tiles(range(band.seqlen_q), size):
-            values = _rows(sequences, problem, inputs, rows, block)
-            target[:, :, :, rows.start : rows.stop, : band.seqlen_k] = values
+    with torch_rules.no_autocast(inputs.q):
+        for sequences in sequence_batches(problem, inputs):
+            band = sequences.band
+            where = slice(None) if sequences.sequence is None else slice(sequences.sequence, sequences.sequence + 1)
+            target = result[where].unflatten(1, (sequences.kv_heads, sequences.group))
+            size = max(1, BLOCK_SCORES // max(1, len(target) * problem.heads * band.seqlen_k))
+            for rows in tiles(range(band.seqlen_q), size):
+                values = _rows(sequences, problem, inputs, rows, block)
+                target[:, :, :, rows.start : rows.stop, : band.seqlen_k] = values
     return result
 
 
