@@ -338,7 +338,12 @@ def wrong(name: str, value: Any, kind: type, message: str, step: Step | None = N
         wrong("q", [1], TypeError, "q is a list; it must be a torch.Tensor"),
         wrong("k_cache", torch.zeros(2, 40, 32), ValueError, r"k_cache has shape \(2, 40, 32\), rank 3"),
         wrong("k_cache", torch.zeros(2, 40, 2, 16), ValueError, "k.* has shape"),
-        wrong("k_cache", torch.zeros(1, 40, 2, 32), ValueError, "q, k_cache, v_cache have batch sizes 2, 1, 2"),
+        wrong(
+            "k_cache",
+            torch.zeros(1, 40, 2, 32),
+            ValueError,
+            "k_cache has batch size 1 and q has 2; it must be at least",
+        ),
         wrong("v_cache", torch.zeros(2, 39, 2, 32), ValueError, "v_cache has shape .* and k_cache has"),
         wrong("v_cache", torch.zeros(2, 40, 2, 32).half(), TypeError, "v_cache has dtype torch.float16"),
         wrong("k", None, ValueError, "k is None and v is given; give both"),

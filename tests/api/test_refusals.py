@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import typing
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashlane
+from flashlane.ops import call_cache
 
 ROW = torch.ones(1, 1, 2, 8)
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -265,3 +267,190 @@ def test_checks_fix_no_size_of_a_compiled_call(dynamic: bool) -> None:
         q, k = torch.randn(batch, n, 4, 8), torch.randn(batch, m, 2, 8)
         torch.testing.assert_close(compiled(q, k, k), flashlane.flash_attn_func(q, k, k))
     assert len(graphs) == (1 if dynamic else 2)
+
+
+# --- whether a call is accepted does not depend on the calls before ---
+
+Q = torch.randn(1, 6, 2, 8)
+
+
+@pytest.mark.parametrize("given", [{"window_size": (1.0, 2)}, {"softcap": 2 + 0j}, {"softmax_scale": np.complex64(2)}])
+def test_what_equals_a_number_counts_as_it_at_once(given: dict[str, Any]) -> None:
+    """An earlier call is found by options that are equal, and ``1.0 == 1``."""
+    call_cache.forget()
+    usual = {name: (1, 2) if name == "window_size" else 2.0 for name in given}
+    first = flashlane.flash_attn_func(Q, Q, Q, **given)
+    assert torch.equal(first, flashlane.flash_attn_func(Q, Q, Q, **usual))
+    assert torch.equal(first, flashlane.flash_attn_func(Q, Q, Q, **given))
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"window_size": (1.5, 2)}, "window_size is"),
+        ({"window_size": ("1", 2)}, "window_size is"),
+        ({"window_size": (float("inf"), 2)}, "window_size is"),
+        ({"softcap": 2 + 1j}, "softcap is"),
+        ({"softmax_scale": np.complex64(2 + 1j)}, "softmax_scale is"),
+        ({"return_lse": "no"}, "return_lse is 'no'"),
+        ({"return_lse": None}, "return_lse is None"),
+        ({"return_attn_probs": "no"}, "return_attn_probs is 'no'"),
+        ({"return_attn_probs": ""}, "return_attn_probs is ''"),
+    ],
+)
+def test_what_does_not_is_refused_after_other_calls_too(given: dict[str, Any], message: str, earlier: bool) -> None:
+    call_cache.forget()
+    if earlier:
+        flashlane.flash_attn_func(Q, Q, Q, window_size=(1, 2))
+        flashlane.flash_attn_func(Q, Q, Q, softcap=2.0, softmax_scale=2.0)
+        flashlane.flash_attn_func(Q, Q, Q)
+    with pytest.raises((TypeError, ValueError), match=message):
+        flashlane.flash_attn_func(Q, Q, Q, **given)
+
+
+def test_words_are_no_flags() -> None:
+    x = Q.transpose(1, 2)
+    with pytest.raises(TypeError, match="enable_gqa is 'no'"):
+        flashlane.scaled_dot_product_attention(x, x, x, enable_gqa="no")
+    for name in ("return_lse", "return_softmax_lse"):
+        with pytest.raises(TypeError, match=f"{name} is 'no'"):
+            flashlane.flash_attn_with_kvcache(**CACHE, **{name: "no"})
+        with pytest.raises(TypeError, match="return_lse is 'no'"):
+            flashlane.flash_attn_varlen_func(**PACKED, return_lse="no")
+
+
+def test_no_gradient_of_a_number_is_lost() -> None:
+    scale = torch.tensor(0.3, requires_grad=True)
+    with pytest.raises(TypeError, match="softmax_scale is a tensor that requires gradients"):
+        flashlane.flash_attn_func(Q, Q, Q, softmax_scale=scale)
+    for given in (0.3, scale.detach()):
+        expected = flashlane.flash_attn_func(Q, Q, Q, softmax_scale=given)
+    with torch.no_grad():
+        torch.testing.assert_close(flashlane.flash_attn_func(Q, Q, Q, softmax_scale=scale), expected)
+
+
+# --- tensors that are stored otherwise ---
+
+
+def sparse(*shape: int) -> torch.Tensor:
+    return torch.ones(shape).to_sparse()
+
+
+STORED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sinks": ("dense", {"sinks": sparse(4)}, "sinks has layout"),
+    "slopes": ("dense", {"alibi_slopes": sparse(4)}, "alibi_slopes has layout"),
+    "bias": ("dense", {"attn_bias": sparse(4, 6)}, "attn_bias has layout"),
+    "FP8 bias": ("dense", {"attn_bias": torch.ones(4, 6).to(torch.float8_e4m3fn)}, "attn_bias has dtype .*float8"),
+    "lengths": ("packed", {"cu_seqlens_q": ints(0, 4).to_sparse()}, "cu_seqlens_q has layout"),
+    "mask": ("sdpa", {"attn_mask": sparse(6, 6)}, "attn_mask has layout"),
+    "keys": ("cache", {"k_cache": DENSE["k"].to_sparse()}, "k_cache has layout"),
+    "values": ("cache", {"v_cache": DENSE["v"].to_sparse()}, "v_cache has layout"),
+    "new keys": ("cache", {"k": sparse(2, 1, 2, 8), "v": torch.ones(2, 1, 2, 8)}, "k has layout"),
+    "lengths of a cache": ("cache", {"cache_seqlens": ints(3, 4).to_sparse()}, "cache_seqlens has layout"),
+    "cosines": (
+        "cache",
+        {
+            "k": torch.ones(2, 1, 2, 8), "v": torch.ones(2, 1, 2, 8),
+            "rotary_cos": sparse(6, 4), "rotary_sin": torch.ones(6, 4),
+        },
+        "rotary_cos has layout",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_tensors_of_another_layout_are_named(name: str) -> None:
+    call, given, message = STORED[name]
+    with pytest.raises(TypeError, match=message):
+        CALLS[call][0](**CALLS[call][1] | given)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_named(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(n, 4, 8) for n in (2, 3)], layout=layout)
+    calls = {
+        "q": lambda: flashlane.flash_attn_func(nested, DENSE["k"], DENSE["v"]),
+        "k": lambda: flashlane.flash_attn_varlen_func(**PACKED | {"k": nested}),
+        "qkv": lambda: flashlane.flash_attn_qkvpacked_func(nested),
+        "k_cache": lambda: flashlane.flash_attn_with_kvcache(**CACHE | {"k_cache": nested}),
+        "attn_mask": lambda: flashlane.scaled_dot_product_attention(**SDPA, attn_mask=nested),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{name} is a nested tensor"):
+            call()
+
+
+# --- a message speaks of what the caller gave ---
+
+
+def test_packed_functions_name_their_own_arguments() -> None:
+    functions = flashlane.flash_attn_varlen_qkvpacked_func, flashlane.flash_attn_varlen_kvpacked_func
+    with pytest.raises(ValueError, match=r"^cu_seqlens is \[0, 9\].*total of qkv.*max_seqlen 4$"):
+        functions[0](torch.randn(4, 3, 2, 8), ints(0, 9), 4)
+    with pytest.raises(ValueError, match=r"^max_seqlen is 1\.5"):
+        functions[0](torch.randn(4, 3, 2, 8), ints(0, 4), 1.5)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k is \[0, 9\].*total of kv"):
+        functions[1](torch.randn(4, 2, 8), torch.randn(4, 2, 2, 8), ints(0, 4), ints(0, 9), 4, 4)
+    with pytest.raises(TypeError, match=r"^qkv has dtype torch\.int32"):
+        flashlane.flash_attn_qkvpacked_func(torch.ones(1, 4, 3, 2, 8, dtype=torch.int32))
+    with pytest.raises(TypeError, match=r"^kv has dtype torch\.float16 and q has torch\.float32"):
+        flashlane.flash_attn_kvpacked_func(Q, torch.ones(1, 4, 2, 2, 8).half())
+
+
+def test_messages_show_a_cache_as_it_was_given() -> None:
+    q, new = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8)
+    with pytest.raises(ValueError, match=r"^v_cache has shape \(3, 10, 2, 8\) and k_cache has \(3, 9, 2, 8\)"):
+        flashlane.flash_attn_with_kvcache(q, torch.randn(3, 9, 2, 8), torch.randn(3, 10, 2, 8), cache_seqlens=5)
+    with pytest.raises(ValueError, match=r"^v_cache has batch size 1 and q has 2; it must be at least that of q"):
+        flashlane.flash_attn_with_kvcache(q, torch.randn(3, 9, 2, 8), torch.randn(1, 9, 2, 8), cache_seqlens=5)
+    caches = torch.randn(2, 10, 2, 8), torch.randn(2, 10, 2, 8)
+    with pytest.raises(ValueError, match=r"^cache_leftpad is \[6, 0\]; .* cache_seqlens with the new rows \[5, 10\]"):
+        flashlane.flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=ints(4, 9), cache_leftpad=ints(6, 0))
+
+
+def test_caches_of_different_batches_may_both_be_longer() -> None:
+    q = torch.randn(2, 1, 4, 8)
+    k_cache, v_cache = torch.randn(4, 9, 2, 8), torch.randn(3, 9, 2, 8)
+    out = flashlane.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=5)
+    assert torch.equal(out, flashlane.flash_attn_with_kvcache(q, k_cache[:2], v_cache[:2], cache_seqlens=5))
+
+
+# --- what else the caller's process sets ---
+
+
+def test_a_default_device_changes_no_call() -> None:
+    pages, table = torch.randn(3, 4, 2, 8), torch.tensor([[2, 0], [1, 1]], dtype=torch.int32)
+    q, lengths, cu = torch.randn(2, 1, 4, 8), ints(7, 3), (ints(0, 1, 2), ints(0, 7, 10))
+    results = []
+    for device in ("cpu", "meta"):
+        torch.set_default_device(device)
+        try:
+            results += [
+                flashlane.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table),
+                flashlane.flash_attn_with_kvcache(q, pages, pages, block_table=table, causal=True),
+                flashlane.flash_attn_varlen_func(q[:, 0], pages, pages, *cu, 1, 7, block_table=table),
+            ]
+            with FlopCounterMode(display=False):
+                flashlane.flash_attn_func(q, q, q, causal=True)
+        finally:
+            torch.set_default_device(None)
+    for some, other in zip(results[:3], results[3:], strict=True):
+        assert torch.equal(some, other)
+
+
+def test_packed_sequences_take_a_part_of_a_table() -> None:
+    pages, table = torch.randn(3, 4, 2, 8), torch.tensor([[2, 0, 7], [1, 1, 7]], dtype=torch.int32)
+    given = torch.randn(4, 4, 8), pages, pages, ints(0, 1, 4), ints(0, 7, 10), 3, 7
+    expected = flashlane.flash_attn_varlen_func(*given, block_table=table[:, :2].contiguous())
+    for _ in range(2):
+        assert torch.equal(flashlane.flash_attn_varlen_func(*given, block_table=table[:, :2]), expected)
+
+
+def test_every_public_function_has_hints_that_can_be_read() -> None:
+    for name in flashlane.__all__[1:]:
+        hints = typing.get_type_hints(getattr(flashlane, name))
+        assert hints, name
+        if "window_size" in hints and name.startswith(("flash_attn", "explain")):
+            assert torch.Tensor in typing.get_args(hints["window_size"]), name

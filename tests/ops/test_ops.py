@@ -301,7 +301,7 @@ BAD = {
     "key dtype": (
         lambda: flashlane.scaled_dot_product_attention(Q, Q.half(), Q),
         TypeError,
-        "^key has dtype torch.float16 and query has torch.float32; query, key and value must",
+        "^key has dtype torch.float16 and query has torch.float32; they must be equal",
     ),
     "operator": (
         lambda: torch.ops.flashlane.forward(Q, Q.half(), Q, alignment="top-left"),

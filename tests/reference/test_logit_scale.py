@@ -63,6 +63,25 @@ def test_forward_and_gradients_are_those_of_the_formula(
     assert found[3].dtype == torch.float32 and found[3].abs().min() > 0
 
 
+@pytest.mark.parametrize("kernel", ["reference", "tiled", "triton"])
+def test_a_factor_may_have_any_sign(kernel: str) -> None:
+    """Pairs are hidden after it."""
+    tag = kernel if kernel != "triton" else next(k.tag for k in registry.kernels() if k.family == "triton")
+    *tensors, _ = made(torch.float16 if kernel == "triton" else torch.float64)
+    factors = torch.tensor([-1.5, 0.0, 0.5, -0.1], device=DEVICE)
+    if kernel == "triton":
+        factors[1] = -2.0  # its backward divides by the factor: see the limits
+    ours = [t.requires_grad_() for t in (*tensors, factors)]
+    theirs = [t.detach().double().requires_grad_() for t in ours]
+    out = flashlane.flash_attn_func(*ours[:3], causal=True, logit_scale=ours[3], kernel=tag)
+    want = formula(*theirs, 0.0, True)
+    found = torch.autograd.grad(out, ours, torch.ones_like(out))
+    wanted = torch.autograd.grad(want, theirs, torch.ones_like(want))
+    for got, right in zip((out, *found), (want, *wanted), strict=True):
+        tolerance = 5e-3 if kernel == "triton" else 1e-6
+        assert (got.double() - right).abs().max().item() <= tolerance * max(1.0, right.abs().max().item())
+
+
 def test_a_factor_of_one_changes_nothing() -> None:
     q, k, v, _ = made(torch.float32)
     ones = torch.ones(H, device=DEVICE)

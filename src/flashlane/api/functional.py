@@ -14,11 +14,16 @@ import torch
 from flashlane.api import kvcache
 from flashlane.core import dispatch
 from flashlane.core.problem import DIFFERENTIABLE, CallOptions, Inputs
-from flashlane.core.validate import kind_of, whole_number
+from flashlane.core.validate import check_flag, check_strided, contiguous, kind_of, whole_number
 from flashlane.ops import call as ops
 
 _NAMES = {"scale": "softmax_scale", "bias": "attn_bias"}
 """What this module's signatures call the validator's arguments."""
+
+_OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv", "cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
+_OF_QKV |= {"max_seqlen_q": "max_seqlen", "max_seqlen_k": "max_seqlen"}
+_OF_KV = {"k": "kv", "v": "kv"}
+"""What the packed functions call the arguments of the others."""
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -30,7 +35,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -54,7 +59,7 @@ def flash_attn_func(
         softmax_scale: ``d ** -0.5`` by default.
         causal: key j is visible to query i iff ``j <= i + sk - sq``.
         window_size: (left, right): key j is visible iff ``i + sk - sq - left <= j <= i + sk - sq + right``; −1 is
-            unbounded, and causal makes right 0.
+            unbounded, and causal makes right 0. A tensor of two is read, for which a call waits if a GPU holds it.
         softcap: when positive, scores become ``softcap * tanh(score / softcap)`` before the mask. Of bf16 tensors the
             tanh may have a relative error of 2^-11, a quarter of bf16's.
         alibi_slopes: f32 ``(h,)`` or ``(b, h)``: ``-slope * |i + sk - sq - j|`` is added to the scores.
@@ -63,12 +68,12 @@ def flash_attn_func(
             FlashAttention-2 has it (:func:`flashlane.api.attn_probs.signed_probabilities`), in O(sq·sk) memory.
         kernel: the tag of the kernel to run; it runs or raises. None lets the dispatcher choose, see :func:`explain`.
         return_lse: also return the LSE.
-        sinks: ``(h,)``, of any floating-point dtype: one more logit for every row of a head, which takes probability
+        sinks: ``(h,)``, f16, bf16, f32 or f64: one more logit for every row of a head, which takes probability
             and gives no value.
-        attn_bias: of any floating-point dtype, broadcastable to ``(b, h, sq, sk)``, added to the scores; −inf hides a
+        attn_bias: f16, bf16, f32 or f64, broadcastable to ``(b, h, sq, sk)``, added to the scores; −inf hides a
             key.
-        logit_scale: f32 ``(h,)``, positive: a factor of every score of a head, before the soft cap. A model that learns
-            one temperature a head (QK-norm) needs no scaled copy of q for it.
+        logit_scale: f32 ``(h,)``: a factor of every score of a head, of any sign, before the soft cap. A model that
+            learns one temperature a head (QK-norm) needs no scaled copy of q for it.
 
     Returns:
         out ``(b, sq, h, dv)``; with ``return_lse`` (out, lse); with ``return_attn_probs`` (out, lse, S_dmask). The
@@ -79,6 +84,10 @@ def flash_attn_func(
         TypeError, ValueError: an argument cannot be; the message names it.
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
+    if return_lse is not False and return_lse is not True:
+        return_lse = check_flag("return_lse", return_lse)
+    if return_attn_probs is not False and return_attn_probs is not True:
+        return_attn_probs = check_flag("return_attn_probs", return_attn_probs)
     # The tag and the fields of CallOptions, built here because another function call would show in the cost of a call.
     tag_and_options = kernel, softmax_scale, causal, "bottom-right", window_size, softcap, dropout_p, deterministic, 0
     if alibi_slopes is attn_bias is sinks is logit_scale is None and not return_attn_probs:
@@ -94,7 +103,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -109,9 +118,20 @@ def flash_attn_qkvpacked_func(
     """:func:`flash_attn_func` of one tensor ``(b, s, 3, h, d)`` that holds q, k and v; all else is as there."""
     q, k, v = _unpack("qkv", qkv, 3)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(
-        q, k, v, *tail, kernel=kernel, return_lse=return_lse, sinks=sinks, attn_bias=attn_bias, logit_scale=logit_scale
-    )
+    try:
+        return flash_attn_func(
+            q,
+            k,
+            v,
+            *tail,
+            kernel=kernel,
+            return_lse=return_lse,
+            sinks=sinks,
+            attn_bias=attn_bias,
+            logit_scale=logit_scale,
+        )
+    except (TypeError, ValueError) as error:
+        raise ops.renamed(error, _OF_QKV) from None
 
 
 def flash_attn_kvpacked_func(
@@ -120,7 +140,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -135,9 +155,20 @@ def flash_attn_kvpacked_func(
     """:func:`flash_attn_func` of q and one tensor ``(b, sk, 2, hk, d)`` that holds k and v; all else is as there."""
     k, v = _unpack("kv", kv, 2)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(
-        q, k, v, *tail, kernel=kernel, return_lse=return_lse, sinks=sinks, attn_bias=attn_bias, logit_scale=logit_scale
-    )
+    try:
+        return flash_attn_func(
+            q,
+            k,
+            v,
+            *tail,
+            kernel=kernel,
+            return_lse=return_lse,
+            sinks=sinks,
+            attn_bias=attn_bias,
+            logit_scale=logit_scale,
+        )
+    except (TypeError, ValueError) as error:
+        raise ops.renamed(error, _OF_KV) from None
 
 
 def flash_attn_varlen_func(
@@ -151,7 +182,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -190,6 +221,10 @@ def flash_attn_varlen_func(
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why. Lengths that a
             GPU holds are not read, so ``cu_seqlens`` that decrease are not found there.
     """
+    if return_lse is not False and return_lse is not True:
+        return_lse = check_flag("return_lse", return_lse)
+    if return_attn_probs is not False and return_attn_probs is not True:
+        return_attn_probs = check_flag("return_attn_probs", return_attn_probs)
     if not (isinstance(cu_seqlens_q, torch.Tensor) and isinstance(cu_seqlens_k, torch.Tensor)):
         cu = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         name = next(name for name, given in cu.items() if not isinstance(given, torch.Tensor))
@@ -208,7 +243,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -228,7 +263,10 @@ def flash_attn_varlen_qkvpacked_func(
     where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
-    return flash_attn_varlen_func(q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
+    try:
+        return flash_attn_varlen_func(q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
+    except (TypeError, ValueError) as error:
+        raise ops.renamed(error, _OF_QKV) from None
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -241,7 +279,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -261,7 +299,10 @@ def flash_attn_varlen_kvpacked_func(
     where = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
-    return flash_attn_varlen_func(q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
+    try:
+        return flash_attn_varlen_func(q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
+    except (TypeError, ValueError) as error:
+        raise ops.renamed(error, _OF_KV) from None
 
 
 def flash_attn_with_kvcache(
@@ -278,7 +319,7 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: torch.Tensor | None = None,
@@ -329,7 +370,7 @@ def flash_attn_with_kvcache(
         return_lse: the same as return_softmax_lse.
         sinks: ``(h,)``: one more logit for every row of a head, which takes probability and gives no value.
         attn_bias: broadcastable to ``(b, h, sq, capacity)``; a sequence reads its top-left corner.
-        logit_scale: f32 ``(h,)``, positive: a factor of every score of a head.
+        logit_scale: f32 ``(h,)``: a factor of every score of a head, of any sign.
 
     Returns:
         out ``(b, sq, h, dv)``, and where asked the LSE ``(b, h, sq)``. Autocast changes nothing. There are no
@@ -341,6 +382,10 @@ def flash_attn_with_kvcache(
     """
     if not (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor)):
         cache_seqlens = kvcache.lengths_tensor(whole_number(cache_seqlens), q, k_cache, v_cache, block_table)
+    if return_lse is not False and return_lse is not True:
+        return_lse = check_flag("return_lse", return_lse)
+    if return_softmax_lse is not False and return_softmax_lse is not True:
+        return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
     wants_lse, lengths_given = return_softmax_lse or return_lse, cache_seqlens is not None
     modifiers, cache = (alibi_slopes, attn_bias, sinks, logit_scale), (cache_leftpad, cache_batch_idx, block_table)
     inputs = Inputs(q, k_cache, v_cache, *modifiers, None, None, cache_seqlens, *cache)
@@ -379,7 +424,7 @@ def explain(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | torch.Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -427,8 +472,7 @@ def explain(
 def _unpack(
     name: str, packed: torch.Tensor, count: int, outer: tuple[str, ...] = ("batch", "seqlen")
 ) -> tuple[torch.Tensor, ...]:
-    if not isinstance(packed, torch.Tensor):
-        raise TypeError(f"{name} is {kind_of(packed)}; it must be a torch.Tensor")
+    check_strided(name, packed)
     at = len(outer)
     if packed.dim() != at + 3 or packed.shape[at] != count:
         axes = ", ".join((*outer, str(count), "heads", "head_dim"))
@@ -442,6 +486,8 @@ def _attend(inputs: Inputs, tag_and_options: tuple[Any, ...], return_lse: bool, 
         found = ops.run_cached(inputs.q, inputs.k, inputs.v, tag_and_options, return_lse, inputs)
         if found is not None:
             return found if return_lse else found[0]
+    if (table := contiguous(inputs.block_table)) is not inputs.block_table:
+        return _attend(replace(inputs, block_table=table), tag_and_options, return_lse, return_attn_probs)
     kernel, options = tag_and_options[0], CallOptions(*tag_and_options[1:])
     if return_attn_probs and options.dropout_p and isinstance(inputs.q, torch.Tensor):
         # The mask is wanted as well, so that the seed must be known here.

@@ -17,7 +17,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flashlane.api.rotary import rotate
 from flashlane.core import dispatch
 from flashlane.core.problem import Inputs, tensors_of
-from flashlane.core.validate import axes_of, check_flag, check_splits, kind_of, window_sides
+from flashlane.core.validate import (
+    axes_of,
+    check_flag,
+    check_indices,
+    check_sizes,
+    check_splits,
+    check_strided,
+    contiguous,
+    kind_of,
+    window_sides,
+)
 from flashlane.ops import call as ops
 from flashlane.ops import torch_rules
 from flashlane.ops.watched import holds_numbers, is_observed
@@ -32,6 +42,8 @@ NAMES = {
     "bias": "attn_bias",
 }
 """What ``flash_attn_with_kvcache`` calls the validator's arguments."""
+_NAMES_AFTER = NAMES | {"seqused_k": "cache_seqlens with the new rows"}
+"""The same where the validator sees the lengths after the new rows were appended."""
 
 _library = torch.library.Library("flashlane", "FRAGMENT")
 _library.define(
@@ -181,10 +193,10 @@ def attend_cache(
     q, k_cache, v_cache = inputs.q, inputs.k, inputs.v
     check_splits(options["num_splits"])
     capacity = _check_caches(q, k_cache, v_cache, block_table)
-    seqused = _contiguous(cache_seqlens)
-    batch_idx, leftpad, table = (_contiguous(t) for t in (cache_batch_idx, cache_leftpad, block_table))
-    if table is None and batch_idx is None and k_cache.shape[0] > q.shape[0]:
-        k_cache, v_cache = k_cache[: q.shape[0]], v_cache[: q.shape[0]]
+    seqused = contiguous(cache_seqlens)
+    batch_idx, leftpad, table = (contiguous(t) for t in (cache_batch_idx, cache_leftpad, block_table))
+    if table is None and batch_idx is None:
+        k_cache, v_cache = _rows_of_batch(inputs)
     inputs = replace(
         inputs, k=k_cache, v=v_cache, seqused_k=seqused, leftpad_k=leftpad, batch_idx=batch_idx, block_table=table
     )
@@ -208,32 +220,42 @@ def _append_and_attend(
         values = (getattr(update, name) for name in Update.__dataclass_fields__)
         q_out, seqused = torch.ops.flashlane.update_cache(*values)
         q_out = update.q if update.cos is None else q_out
-        return ops.attend(replace(inputs, q=q_out, seqused_k=seqused), kernel=kernel, names=NAMES, **options)
+        return ops.attend(replace(inputs, q=q_out, seqused_k=seqused), kernel=kernel, names=_NAMES_AFTER, **options)
     q_out, seqused = update.allocate()
     if seqused.is_cpu:  # where the lengths are checked, they must be known before
         torch.add(update.cache_seqlens, update.k.shape[1], out=seqused)
     inputs = replace(inputs, q=update.q if update.cos is None else q_out, seqused_k=seqused)
-    problem = ops.problem_of(inputs, names=NAMES, **options)
+    problem = ops.problem_of(inputs, names=_NAMES_AFTER, **options)
     dispatch.select(problem, kernel)
     update.run(q_out, seqused)
-    return ops.attend(inputs, kernel=kernel, names=NAMES, **options)
+    return ops.attend(inputs, kernel=kernel, names=_NAMES_AFTER, **options)
 
 
 def _check_before(update: Update, inputs: Inputs, kernel: str | None, options: dict[str, Any]) -> None:
     """Check an observed call before the cache is written to: as a whole, or all but contents where there are none."""
     if not holds_numbers(*(t for t in tensors_of(inputs) if t is not None)):
-        ops.check(inputs, kernel, names=NAMES, **options)
+        ops.check(inputs, kernel, names=_NAMES_AFTER, **options)
         return
     with _disable_current_modes():  # nothing of this is the call's own work
         inputs = replace(inputs, seqused_k=update.cache_seqlens + update.k.shape[1])
-        dispatch.select(ops.problem_of(inputs, names=NAMES, **options), kernel)
+        dispatch.select(ops.problem_of(inputs, names=_NAMES_AFTER, **options), kernel)
 
 
 # --- checks of what the validator of attention does not see ---
 
 
-def _contiguous(t: Any) -> Any:
-    return t.contiguous() if isinstance(t, torch.Tensor) else t
+def _rows_of_batch(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The caches without what is beyond the batch of q; they are checked first where an error would show its size."""
+    batch, k_cache, v_cache = inputs.q.shape[0], inputs.k, inputs.v
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if t.shape[0] < batch:
+            raise ValueError(f"{name} has batch size {t.shape[0]} and q has {batch}; it must be at least that of q")
+    if k_cache.shape[1:3] != v_cache.shape[1:3]:
+        with ops.errors_by(NAMES):  # as rows that are chosen by index, of which the caches may have more than q
+            check_sizes(replace(inputs, batch_idx=k_cache), varlen=False, paged=False)
+    if k_cache.shape[0] == v_cache.shape[0] == batch:
+        return k_cache, v_cache
+    return k_cache[:batch], v_cache[:batch]
 
 
 def _rows_contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -259,8 +281,7 @@ def lengths_tensor(cache_seqlens: Any, q: Any, k_cache: Any, v_cache: Any, block
 def _check_caches(q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> int:
     """Rank, so that the rest may read shapes; returns how many rows a sequence may have."""
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
+        check_strided(name, t)
         if t.dim() != 4:
             axes = ", ".join(axes_of(name[:1], varlen=False, paged=block_table is not None))
             raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank 4: ({axes})")
@@ -294,7 +315,8 @@ def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int
             raise ValueError(f"{name} was made under torch.inference_mode; outside of it nothing may be appended to it")
     if seqused is None:
         raise ValueError("cache_seqlens is None and k is given; it must say where the new rows go")
-    _check_lengths(seqused, q)
+    shape = f"(batch,), ({q.shape[0]},)"
+    check_indices("cache_seqlens", seqused, shape, lambda found: tuple(found) == (q.shape[0],), q)
     for name, t, cache in (("k", k, inputs.k), ("v", v, inputs.v)):
         shape = (q.shape[0], k.shape[1] if name == "v" else "seqlen_new", *cache.shape[2:])
         _check_tensor(name, t, (q.dtype,), q)
@@ -309,15 +331,6 @@ def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int
     return True
 
 
-def _check_lengths(seqused: torch.Tensor, q: torch.Tensor) -> None:
-    if seqused.dtype != torch.int32:
-        raise TypeError(f"cache_seqlens has dtype {seqused.dtype}; it must be torch.int32")
-    if tuple(seqused.shape) != (q.shape[0],):
-        raise ValueError(f"cache_seqlens has shape {tuple(seqused.shape)}; it must be (batch,), ({q.shape[0]},)")
-    if seqused.device != q.device:
-        raise ValueError(f"cache_seqlens is on {seqused.device} and q is on {q.device}; they must agree")
-
-
 def _check_room(lengths: torch.Tensor, count: int, capacity: int, paged: bool) -> None:
     """Whether the new rows fit; only where that does not wait for a GPU."""
     if lengths.is_cpu and bool(((lengths < 0) | (lengths > capacity - count)).any()):
@@ -328,8 +341,7 @@ def _check_room(lengths: torch.Tensor, count: int, capacity: int, paged: bool) -
 
 
 def _check_tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], q: torch.Tensor) -> None:
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
+    check_strided(name, t)
     if t.dtype not in dtypes:
         raise TypeError(f"{name} has dtype {t.dtype}; it may be {' or '.join(map(str, dtypes))}, as q is {q.dtype}")
     if t.device != q.device:

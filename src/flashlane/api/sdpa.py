@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashlane.core.problem import Inputs
-from flashlane.core.validate import kind_of
+from flashlane.core.validate import check_flag, check_strided, kind_of
 from flashlane.ops import call as ops
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "causal": "is_causal"}
@@ -25,6 +25,9 @@ def scaled_dot_product_attention(
     kernel: str | None = None,
 ) -> torch.Tensor:
     """Attention on torch's layout and by torch's rules, differentiable in query, key, value and a float attn_mask.
+
+    Unlike torch's function it broadcasts neither batch nor heads, and takes rank 4 (and rank 3, for one head, which has
+    no use for ``enable_gqa``), at least one batch element and one head. Else it raises.
 
     Under ``torch.autocast`` query, key and value are cast to its dtype first. A dropout mask is not the one that
     torch's own function draws from the same seed.
@@ -49,11 +52,10 @@ def scaled_dot_product_attention(
         TypeError, ValueError: an argument cannot be; the message names it.
         NotImplementedError: the kernel named cannot run this, or no kernel can; the message says why.
     """
+    if enable_gqa is not False and enable_gqa is not True:
+        enable_gqa = check_flag("enable_gqa", enable_gqa)
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
-        if t.is_nested:
-            raise TypeError(f"{name} is a nested tensor; flash_attn_varlen_func takes packed sequences")
+        check_strided(name, t)
         if t.dim() != query.dim() or t.dim() not in (3, 4):
             raise ValueError(
                 f"{name} has shape {tuple(t.shape)}; all three must have rank 4, (batch, heads, seqlen, head_dim), or "
@@ -90,6 +92,7 @@ def bias_of(attn_mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor
         return None
     if not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"attn_mask is {kind_of(attn_mask)}; it must be a torch.Tensor or None")
+    check_strided("attn_mask", attn_mask)
     if attn_mask.dtype == torch.bool:
         hidden = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device)
         return hidden.masked_fill(~attn_mask, -torch.inf)

@@ -10,9 +10,13 @@ from flashlane.core import registry
 from flashlane.core import tuned as tune
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import BackwardKernel, Kernel
+from flashlane.lazy import loader
 
 if TYPE_CHECKING:
     from flashlane.core.explanation import BackwardChoice, Explanation
+
+__getattr__ = loader(__name__, dict.fromkeys(("BackwardChoice", "Explanation"), "flashlane.core.explanation"))
+"""For readers of annotations: a call imports neither."""
 
 
 @registry.memoised

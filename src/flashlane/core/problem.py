@@ -67,7 +67,7 @@ class Argument:
     effect: Effect | None = None
     """What a score modifier does. Code that serves every modifier asks for this and not for a name."""
     dtype: torch.dtype | None = None
-    """The dtype that a score modifier must have; None for any floating point."""
+    """The dtype that a score modifier must have; None for any that attention is computed of."""
     indices: bool = False
     """Whether it holds lengths or indices, whose contents are checked where that does not wait for a GPU."""
     cache: bool = False
@@ -96,7 +96,7 @@ class Inputs:
 
     Shapes: ``alibi_slopes`` f32 ``(h,)`` or ``(b, h)``; ``bias`` broadcastable to ``(b, h, sq, sk)``, added to the
     scaled scores (−inf hides a key); ``sinks`` ``(h,)``, one extra logit per head that takes probability and gives
-    no value; ``logit_scale`` f32 ``(h,)``, positive, a factor of the head's scores before they are capped;
+    no value; ``logit_scale`` f32 ``(h,)``, a factor of the head's scores before they are capped;
     ``cu_seqlens_*`` int32 ``(b + 1,)`` on the same device, with ``max_seqlen_*`` their longest sequence.
 
     A key/value cache: ``seqused_k`` int32 ``(b,)``, rows of k and v in use (all by default); ``leftpad_k`` int32
@@ -330,7 +330,7 @@ class AttentionProblem:
         """Visible (query, key) pairs of one head of one sequence, counted exactly."""
         if self.window_left < 0 and self.window_right < 0:
             return self.seqlen_q * self.seqlen_k
-        rows = torch.arange(self.seqlen_q, dtype=torch.int64) + self.shift
+        rows = torch.arange(self.seqlen_q, dtype=torch.int64, device="cpu") + self.shift
         low = torch.zeros_like(rows) if self.window_left < 0 else (rows - self.window_left).clamp(min=0)
         high = (
             torch.full_like(rows, self.seqlen_k)

@@ -103,9 +103,9 @@ def check_tensors(q: Any, k: Any, v: Any, varlen: bool, paged: bool) -> None:
             )
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
-            raise TypeError(f"{name} has dtype {t.dtype} and q has {q.dtype}; q, k and v must share one dtype")
+            raise TypeError(f"{name} has dtype {t.dtype} and q has {q.dtype}; they must be equal")
         if t.device != q.device:
-            raise ValueError(f"{name} is on {t.device} and q is on {q.device}; q, k and v must be on one device")
+            raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must be on one device")
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
@@ -143,15 +143,14 @@ def check_sizes(inputs: Inputs, varlen: bool, paged: bool) -> None:
             f"k has {k.shape[-2]} heads and q has {q.shape[-2]}; the heads of q must be a multiple of those of k"
         )
     if not (varlen or paged) and inputs.batch_idx is None:
-        if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
-            raise ValueError(
-                f"q, k, v have batch sizes {q.shape[0]}, {k.shape[0]}, {v.shape[0]}; all three must be equal"
-            )
+        for name, t in (("k", k), ("v", v)):
+            if t.shape[0] != q.shape[0]:
+                raise ValueError(f"{name} has batch size {t.shape[0]} and q has {q.shape[0]}; they must be equal")
     if k.shape[:-2] != v.shape[:-2]:
         raise ValueError(f"v has shape {tuple(v.shape)} and k has {tuple(k.shape)}; their lengths must be equal")
 
 
-def _check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], bool], q: torch.Tensor) -> None:
+def check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], bool], q: torch.Tensor) -> None:
     """A tensor of indices as kernels read it: int32, contiguous, on the device of q."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name} is {kind_of(t)}; it must be an int32 torch.Tensor of shape {shape}")
@@ -191,7 +190,7 @@ def check_varlen(inputs: Inputs, contents: bool = True) -> tuple[int, int, int]:
         if cu is None:
             raise ValueError(f"cu_seqlens_{side} is None; give both cu_seqlens_q and cu_seqlens_k, or neither")
         name, shape = f"cu_seqlens_{side}", "(batch + 1,) with batch >= 1"
-        _check_indices(name, cu, shape, lambda found: len(found) == 1 and found[0] >= 2, inputs.q)
+        check_indices(name, cu, shape, lambda found: len(found) == 1 and found[0] >= 2, inputs.q)
         check_longest(f"max_seqlen_{side}", longest)
         if contents and cu.is_cpu:
             _check_cu_seqlens(inputs, side)
@@ -228,12 +227,12 @@ def check_cache(inputs: Inputs, batch: int, varlen: bool, contents: bool = True)
     for name, t in indices.items():
         if varlen:
             raise ValueError(f"{name} is given with cu_seqlens_k, which gives the lengths; only one of them may be")
-        _check_indices(name, t, f"(batch,), ({batch},)", lambda shape: tuple(shape) == (batch,), q)
+        check_indices(name, t, f"(batch,), ({batch},)", lambda shape: tuple(shape) == (batch,), q)
     if table is not None:
         if inputs.batch_idx is not None:
             raise ValueError("batch_idx is given with block_table, which says where sequences lie; give one of them")
         shape = f"(batch, pages) with batch {batch} and at least one page"
-        _check_indices("block_table", table, shape, lambda found: len(found) == 2 and found[0] == batch and found[1], q)
+        check_indices("block_table", table, shape, lambda found: len(found) == 2 and found[0] == batch and found[1], q)
     capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
     if contents and (indices or table is not None) and q.is_cpu:
         _check_cache_contents(inputs, indices, capacity, varlen)
@@ -304,6 +303,11 @@ def check_seed(inputs: Inputs, dropout_p: float) -> None:
         raise ValueError(f"dropout_seed is on {seed.device} and q is on {inputs.q.device}; they must agree")
 
 
+def contiguous(t: Any) -> Any:
+    """A tensor of indices as kernels read it; what is no such tensor as it is, for the checks to judge."""
+    return t.contiguous() if isinstance(t, torch.Tensor) and t.layout is torch.strided and not t.is_nested else t
+
+
 def check_splits(num_splits: Any) -> None:
     """Raise ValueError for what cannot be a number of splits."""
     if type(num_splits) is not int or num_splits < 0:
@@ -325,13 +329,15 @@ def check_modifier(
         name: what the caller calls it.
         t: whatever was given.
         device: of q.
-        dtype: the one that it must have; None for any floating point.
+        dtype: the one that it must have; None for any that attention is computed of.
         shapes: by the names of the axes, each that it may have.
         sizes: of the axes.
         broadcast: whether it need only broadcast to the shape.
     """
     if not isinstance(t, torch.Tensor) or not t.is_floating_point():
         raise TypeError(f"{name} is {kind_of(t)}; it must be a floating-point torch.Tensor")
+    check_strided(name, t)
+    check_dtype(name, t.dtype)
     if t.device != device:
         raise ValueError(f"{name} is on {t.device} and q is on {device}; they must be on one device")
     if dtype is not None and t.dtype != dtype:
@@ -350,13 +356,34 @@ def check_modifier(
 def window_sides(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> tuple[int, int]:
     """Left and right side of the window as a problem holds them: causal makes the right one 0."""
     values = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
+    whole = operator.index if isinstance(window_size, torch.Tensor) else _whole
     try:
-        left, right = (operator.index(x) for x in values)
-    except (TypeError, ValueError):
+        left, right = (whole(x) for x in values)
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"window_size is {window_size!r}; it must be two whole numbers (left, right)") from None
     if min(left, right) < -1:
         raise ValueError(f"window_size is ({left}, {right}); each side must be at least 0, or -1 for unbounded")
     return min(left, FARTHEST), (0 if causal else min(right, FARTHEST))
+
+
+def _whole(value: Any) -> int:
+    """What equals a whole number as an int: a call that is like an earlier one is found by what equals its options."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        real = _real(value)
+        if int(real) != real:  # of a word, too
+            raise
+        return int(real)
+
+
+def _real(value: Any) -> Any:
+    """A number without its imaginary part, which must be 0; a tensor, and what is no number, as it is."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if getattr(value, "imag", 0) != 0:
+        raise TypeError
+    return getattr(value, "real", value)
 
 
 def whole_number(value: Any) -> Any:
@@ -377,13 +404,15 @@ def check_number(name: str, value: float, low: float = -math.inf, below: float =
     """A finite number of at least ``low`` and less than ``below``, as a float.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is no number, or a tensor whose gradient would be lost.
         ValueError: it is not finite or out of range.
     """
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise TypeError(f"{name} is a tensor that requires gradients, and gets none; it must be a number")
     try:
         if isinstance(value, str | bytes):  # float() would read one
             raise TypeError
-        number = float(value)
+        number = float(_real(value))
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError, RuntimeError):  # a tensor of several, or of a complex number

@@ -145,7 +145,7 @@ def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] |
 def check(inputs: Inputs, kernel: str | None, *, names: Mapping[str, str] | None = None, **keywords: Any) -> None:
     """All checks of :func:`attend` that need no contents; errors call the arguments by the caller's ``names``."""
     options = CallOptions(**keywords)
-    with _errors_by(names):
+    with errors_by(names):
         _check_without_contents(inputs, options)
         _check_kinds(inputs, {}, options)
         if kernel is not None:
@@ -172,7 +172,7 @@ def _through_operator(inputs: Inputs, kernel: str | None, names: Mapping[str, st
     if _compiling():
         options = _check_kinds(inputs, names, options)
         return torch.ops.flashlane.forward(*schema.operands(inputs, options, wants_grad(inputs), kernel))
-    with _errors_by(names):
+    with errors_by(names):
         _check_without_contents(inputs, options)
         options = _check_kinds(inputs, {}, options)
         return torch.ops.flashlane.forward(*schema.operands(inputs, options, wants_grad(inputs), kernel))
@@ -245,17 +245,22 @@ def problem_of(inputs: Inputs, *, names: Mapping[str, str] | None = None, **keyw
 
 
 def _checked(inputs: Inputs, names: Mapping[str, str] | None, options: CallOptions) -> AttentionProblem:
-    with _errors_by(names):
+    with errors_by(names):
         return AttentionProblem.from_inputs(inputs, options)
 
 
 @contextlib.contextmanager
-def _errors_by(names: Mapping[str, str] | None) -> Iterator[None]:
+def errors_by(names: Mapping[str, str] | None) -> Iterator[None]:
     """Errors of the checks call the arguments by the caller's names."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if not names or type(error) not in (TypeError, ValueError):
-            raise
-        words = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
-        raise type(error)(words.sub(lambda found: names[found[0]], str(error))) from None
+        raise renamed(error, names) from None
+
+
+def renamed(error: Exception, names: Mapping[str, str] | None) -> Exception:
+    """An error of the checks that calls the arguments by the caller's names; any other one as it is."""
+    if not names or type(error) not in (TypeError, ValueError):
+        return error
+    words = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+    return type(error)(words.sub(lambda found: names[found[0]], str(error)))
