@@ -119,7 +119,7 @@ def test_the_dropout_mask_is_the_defined_one() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.8])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-50, 0.8])
 def test_any_scale(scale: float) -> None:
     inputs = replace(PLAIN, causal=True).build(torch.float32)[1]
     problem = AttentionProblem.from_inputs(inputs, scale=scale, causal=True)

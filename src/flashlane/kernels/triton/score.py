@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.kernels.features import SCALES
 from flashlane.kernels.score import ScoreConfig
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -116,7 +117,7 @@ def score_arguments(problem: AttentionProblem, inputs: Inputs) -> ScoreArguments
         arguments["threshold"] = math.floor(problem.dropout_p * 2**32)
         arguments["keep_scale"] = 1.0 / (1.0 - problem.dropout_p)
     plain = not (ScoreConfig.of(problem).transformed or problem.bias or problem.logit_scale)
-    return ScoreArguments(**arguments, scale_in_exp=tl.constexpr(plain and problem.scale > 0))
+    return ScoreArguments(**arguments, scale_in_exp=tl.constexpr(plain and problem.scale >= SCALES[0]))
 
 
 def _last_stride(tensor: torch.Tensor) -> Any:
