@@ -500,9 +500,13 @@ def test_command_says_what_failed(invoke, pretend):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_a_clear_error(invoke):
-    for words in ((), ("--device", "cuda")):
+    for words, said in (
+        ((), "there is no GPU here; flashlane tune times kernels on a GPU"),
+        (("--device", "cuda"), "--device is 'cuda'"),
+        (("--device", "cpu"), "--device is 'cpu'; flashlane tune times kernels on a GPU"),
+    ):
         done = invoke("--N", "64", *words)
-        assert done.exit_code == 2 and done.stderr.startswith("error: --device is") and done.stderr.count("\n") == 1
+        assert done.exit_code == 2 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
         assert "flashlane doctor" in done.stderr
     assert invoke("--list").exit_code == 0
 
