@@ -16,7 +16,7 @@ from flashlane.api import functional
 from flashlane.api.functional import flash_attn_varlen_func, flash_attn_with_kvcache
 from flashlane.core.problem import MODIFIERS, CallOptions, Inputs
 from flashlane.core.validate import check_splits, kind_of, whole_number
-from flashlane.ops.watched import is_observed
+from flashlane.ops.watched import holds_numbers, is_observed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Side:
 
 def readable(*tensors: torch.Tensor) -> bool:
     """Whether the contents of tensors can be checked without waiting for a GPU."""
-    return not is_observed() and all(t.is_cpu and type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    return not is_observed() and holds_numbers(*tensors) and all(t.is_cpu for t in tensors)
 
 
 def check_used(name: str, used: Any, batch: int, q: torch.Tensor, most: int | torch.Tensor, why: str) -> None:
