@@ -9,25 +9,27 @@ from functools import lru_cache
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.memory_rate import COPY_RATE
 
-SM_RATE = 0.047
-"""MB a microsecond that an SM reads at most. This and the numbers below were fitted to 36 problems on an H200
-(benchmarks/archive/decode_combine.json), and to the choices of docs/notebook/0004-decode.md."""
-ALONE = 0.8
-"""The share of it that a CTA asks for which is made for an SM with others, and has it for itself."""
-WAVE_TIME = 2.0
+SM_RATE = 0.07
+"""MB a microsecond that an SM reads at most. This and the numbers below were fitted to 160 problems on an H200
+(benchmarks/results/choices_decode*.json, docs/notebook/0052-combining-splits-of-decode.md)."""
+LOAD_TIME = 1.2
+"""Microseconds until keys are there that a CTA asks for, under load."""
+OVERLAP = 4
+"""Exponent in which the times add up that bound a wave of CTAs: nearly the longest. 64 to 112 SMs read 3 to 11 % less
+than 132 (benchmarks/archive/decode_stream_k_ctas.json)."""
+WAVE_TIME = 2.5
 """Microseconds that a wave of CTAs starts and ends, where an SM has one."""
 SHARED_WAVE_TIME = 2.5
 """The same where an SM has several."""
 LAST_WAVE = 0.95
 """The time of a last wave over what its CTAs would take by themselves: the wave before has not quite ended."""
-COMBINE_TIME, SPLIT_TIME, SUMS_TIME = 1.8, 0.1, 2.2
-"""Microseconds of combining splits: for any number, for each split, and for each thousand sums of an output tile."""
+COMBINE_TIME, SPLIT_TIME, SUMS_TIME = 1.8, 0.1, 1.7
+"""Microseconds of combining splits: for any number, for each split, and for each thousand sums of a CTA."""
 PASS_TIME = 3.0
-"""Microseconds of each further pass of a combine whose splits do not fit its shared memory together. This, ALONE, and
-that CTAs of one SM compute no faster than one, were found with 214 problems whose lengths are on the device, on an H200
-(benchmarks/archive/decode_lengths_fit.json)."""
-STREAM_TIME = 6.0
-"""Microseconds that stream-K takes besides reading and combining. This and UNEVEN were found with 74 dense problems,
+"""Microseconds of each further pass of a combine whose splits do not fit its shared memory together: found with 214
+problems whose lengths are on the device, on an H200 (benchmarks/archive/decode_lengths_fit.json)."""
+STREAM_TIME = 5.0
+"""Microseconds that stream-K takes besides reading and combining. UNEVEN was found with 74 dense problems,
 STREAM_LENGTHS_TIME and UNLIKE with 53 whose lengths are on the device, on an H200
 (benchmarks/archive/decode_stream_k.json)."""
 STREAM_LENGTHS_TIME = 9.0
@@ -63,6 +65,8 @@ class Work:
     """K and V of a step of a CTA, or of a cluster's CTAs."""
     step_time: float
     """Microseconds that the products and exponentials of a step take."""
+    in_flight: int
+    """Bytes of K and V that a CTA, or a cluster's CTAs, have asked for while a step is computed."""
     sums: int
     """Values of an output tile."""
     sms_of_one: float = 1.0
@@ -106,7 +110,8 @@ class Work:
         """Microseconds of combining the splits of an output tile."""
         if splits == 1:
             return 0.0
-        time = COMBINE_TIME + self.combine_launch + SPLIT_TIME * splits + SUMS_TIME * self.sums / 1000
+        sums = self.sums / max(1.0, self.sms_of_one)
+        time = COMBINE_TIME + self.combine_launch + SPLIT_TIME * splits + SUMS_TIME * sums / 1000
         return time + PASS_TIME * (self._passes(splits) - 1)
 
     def _passes(self, splits: int) -> int:
@@ -117,11 +122,15 @@ class Work:
         return math.ceil(self.sums / 4 / max(1.0, self.sms_of_one) / at_once)
 
     def _wave(self, ctas: int, steps: float) -> float:
-        """Microseconds of so many CTAs, or clusters, that begin together."""
-        of_one = self.step_bytes / 1e6 / self.step_time
-        reading = ctas * (self.sms_of_one if self.sms_of_one >= 1 else ALONE)
-        rate = min(self.copy_rate, min(ctas, self.sms) * of_one, min(self.sms, reading) * SM_RATE)
-        return ctas * steps * self.step_bytes / 1e6 / rate
+        """Microseconds of so many CTAs, or clusters, that begin together.
+
+        Four times bound them: of the memory, of what an SM reads, of the loads that a CTA has in flight, of its steps.
+        """
+        each = steps * self.step_bytes / 1e6
+        of_sm = math.ceil(ctas / self.sms) if self.sms_of_one < 1 else 1 / self.sms_of_one
+        loads = LOAD_TIME * steps * self.step_bytes / self.in_flight
+        bounds = ctas * each / self.copy_rate, of_sm * each / SM_RATE, loads, steps * self.step_time
+        return math.fsum(bound**OVERLAP for bound in bounds) ** (1 / OVERLAP)
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,12 @@ BASE = AttentionProblem(1, 32, 8, 1, 65536, 128, 128, torch.bfloat16, 128**-0.5,
 
 def work(tiles: int, steps: int, held: int, sums: int = 2048) -> split_kv.Work:
     """The work of CTAs of eight warp groups at D 128."""
-    return split_kv.Work(tiles, steps, held, 132, 65536, 0.56, sums, 132 / held)
+    return split_kv.Work(tiles, steps, held, 132, 65536, 0.56, 2 * 65536, sums, 132 / held)
+
+
+def bounded_by(*times: float) -> float:
+    """The time of a wave that these bound."""
+    return sum(time**split_kv.OVERLAP for time in times) ** (1 / split_kv.OVERLAP)
 
 
 def test_split_counts_are_possible() -> None:
@@ -34,15 +39,27 @@ def test_split_counts_are_possible() -> None:
         assert 1 <= split_kv.split_count(work(tiles, steps, resident), MAX_SPLITS) <= most
 
 
+def wave_by_hand(ctas: int, steps: int) -> float:
+    """So many CTAs on as many SMs, of steps of 64 KiB, with 128 KiB in flight."""
+    each = steps * 0.065536
+    loads = split_kv.LOAD_TIME * steps / 2
+    return bounded_by(ctas * each / split_kv.COPY_RATE, each / split_kv.SM_RATE, loads, steps * 0.56)
+
+
 def test_the_time_of_splits_by_hand() -> None:
-    """88 CTAs of 8 steps of 64 KiB on as many SMs; in two splits a wave of 132 and one of 44; and the combine."""
+    """88 CTAs of 8 steps on as many SMs; in two splits a wave of 132 and one of 44; and the combine."""
     asked = work(88, 8, 132)
-    first = 88 * 8 * 0.065536 / min(split_kv.COPY_RATE, 88 * split_kv.SM_RATE)
-    assert asked.microseconds(1) == pytest.approx(first + split_kv.WAVE_TIME)
-    whole, last = (n * 4 * 0.065536 / min(split_kv.COPY_RATE, n * split_kv.SM_RATE) for n in (132, 44))
+    assert asked.microseconds(1) == pytest.approx(wave_by_hand(88, 8) + split_kv.WAVE_TIME)
     combine = split_kv.COMBINE_TIME + 2 * split_kv.SPLIT_TIME + 2.048 * split_kv.SUMS_TIME
-    two = whole + split_kv.LAST_WAVE * last + 2 * split_kv.WAVE_TIME + combine
+    two = wave_by_hand(132, 4) + split_kv.LAST_WAVE * wave_by_hand(44, 4) + 2 * split_kv.WAVE_TIME + combine
     assert asked.microseconds(2) == pytest.approx(two)
+
+
+def test_the_cta_of_a_cluster_combines_its_share() -> None:
+    """Two CTAs have half of the sums each."""
+    of_two = replace(work(8, 64, 66), sms_of_one=2.0)
+    alone = replace(of_two, sums=1024, sms_of_one=1.0, held=132, step_bytes=32768, in_flight=65536)
+    assert of_two._combine(4) == pytest.approx(alone._combine(4))
 
 
 def test_split_count_has_the_least_time() -> None:
@@ -62,15 +79,13 @@ def test_splits_are_combined_in_passes() -> None:
         )
 
 
-def test_a_cta_that_shares_an_sm_reads_less_by_itself() -> None:
-    """100 CTAs of a configuration that an SM has two of, and as many that have an SM each."""
-    shared, alone = (work(100, 64, held).microseconds(1) for held in (264, 132))
-    moved = 100 * 64 * 0.065536
-    assert alone - split_kv.WAVE_TIME == pytest.approx(moved / split_kv.COPY_RATE)
-    assert shared - split_kv.SHARED_WAVE_TIME == pytest.approx(moved / (80 * split_kv.SM_RATE))
-    # Two on an SM compute no faster than one.
-    slow = replace(work(264, 64, 264), step_time=56.0)
-    assert slow.microseconds(1) - split_kv.SHARED_WAVE_TIME == pytest.approx(2 * 64 * 56.0)
+def test_ctas_of_one_sm_share_what_it_reads() -> None:
+    """100 CTAs of a configuration that an SM has two of, and 200, of which some SMs have two."""
+    steps, each = 64, 64 * 0.065536
+    for ctas, of_sm in ((100, 1), (200, 2)):
+        bounds = ctas * each / split_kv.COPY_RATE, of_sm * each / split_kv.SM_RATE
+        time = bounded_by(*bounds, split_kv.LOAD_TIME * steps / 2, steps * 0.56)
+        assert work(ctas, steps, 264).microseconds(1) - split_kv.SHARED_WAVE_TIME == pytest.approx(time)
 
 
 @pytest.mark.parametrize("rows", (4, 20, 32, 64))
@@ -101,7 +116,7 @@ def test_what_an_h200_runs_row_by_row() -> None:
     assert rows() == (8, 1, 16)  # 128 large CTAs
     assert rows(batch=32, seqlen_k=4096) == (4, 1, 1)  # 256 tiles at once: two small CTAs an SM
     assert rows(batch=64, seqlen_k=1024) == 128  # two waves, the second one nearly empty: stream-K
-    assert rows(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 1)  # as long as they may be: 128 tiles
+    assert rows(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # 128 tiles of unlike lengths
     assert rows(seqlen_q=8) == (4, 2, 8)
 
 
@@ -116,11 +131,10 @@ def test_what_an_h200_runs() -> None:
     assert chosen(batch=16, seqlen_k=8192) == (8, 1, 1)
     assert chosen(seqlen_k=8192) == (8, 8, 1)
     assert chosen(batch=64, seqlen_k=1024) == (2, 1, 1)  # 512 tiles at once: four small CTAs an SM
-    assert chosen(batch=37, seqlen_k=3011) == (2, 1, 1)  # 296 tiles would be two waves, the second one nearly empty
-    assert chosen(batch=52, seqlen_k=1379) == (4, 1, 1)  # 416 tiles leave as many places idle either way
+    assert chosen(batch=37, seqlen_k=3011) == 128  # 296 tiles: stream-K 108.9 µs, four small CTAs an SM 111.8
     assert chosen(batch=11, heads=8, kv_heads=4, seqlen_k=64145) == (8, 1, 3)  # 132 CTAs; 88 read 12 % slower
     assert chosen(batch=32, seqlen_k=4096) == (4, 1, 1)  # 256 tiles at once: two small CTAs an SM
-    assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 1)  # as long as they may be: 128 tiles
+    assert chosen(batch=16, seqlen_k=8192, seqused_k=True) == (4, 1, 4)  # 128 tiles of unlike lengths
     assert chosen(seqused_k=True) == chosen()  # of one sequence they cannot differ
     assert chosen(seqlen_q=8) == (4, 2, 8)
     # 90 and 328 tiles of 20 rows at D 192: what splits cost is more than idle SMs (docs/notebook/0032).
@@ -135,7 +149,7 @@ def test_what_an_h200_runs() -> None:
 def test_what_an_h200_runs_by_stream_k() -> None:
     """The choices that docs/notebook/0042-stream-k.md measured as the fastest, and some that are not stream-K."""
     assert chosen(batch=26, heads=8, kv_heads=8, seqlen_k=24000) == 128  # 208 tiles leave 56 SMs a single CTA
-    assert chosen(batch=8, heads=80, kv_heads=16, seqlen_k=20000) == (4, 1, 1)  # 128 tiles: one on each SM
+    assert chosen(batch=8, heads=80, kv_heads=16, seqlen_k=20000) == (8, 1, 1)  # 128 tiles: one on each SM
     assert chosen(batch=43, heads=28, kv_heads=4, seqlen_k=29185) == 132
     assert chosen(batch=128, seqlen_k=1024) == 128  # four waves, the last one nearly empty
     short = {"batch": 61, "heads": 64, "kv_heads": 16, "seqused_k": True}
@@ -165,7 +179,10 @@ def test_the_time_of_stream_k_by_hand() -> None:
     config = config_for(replace(BASE, batch=26, heads=8, kv_heads=8, seqlen_k=24000))
     assert config.stream_k and rules.fitted_range(188, 26, 16) == (306, 2)
     problem = replace(BASE, batch=26, heads=8, kv_heads=8, seqlen_k=24000)
-    read = 208 * 188 * 65536 / 1e6 / memory_rate.COPY_RATE
+    steps = 208 * 188 / 128
+    each, loads = steps * 0.065536, split_kv.LOAD_TIME * steps * 65536 / config.in_flight
+    computed = steps * (rules.TILE_TIME + rules.COLUMNS_TIME)
+    read = bounded_by(128 * each / memory_rate.COPY_RATE, each / split_kv.SM_RATE, loads, computed)
     combine = split_kv.COMBINE_TIME + 2 * split_kv.SPLIT_TIME + split_kv.SUMS_TIME * 128 / 1000
     assert rules._stream_time(problem, config) == pytest.approx(read + split_kv.STREAM_TIME + combine)
     unlike = replace(problem, seqused_k=True)

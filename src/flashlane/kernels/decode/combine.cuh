@@ -39,11 +39,11 @@ __device__ __forceinline__ PartialOutput combine_warp_groups(const float* sums, 
 }
 
 // Stores the CTA's sums where its cluster reads them.
-__device__ __forceinline__ void store_cta_sums(const float* group_sums, int rows, int vectors) {
+__device__ __forceinline__ void store_cta_sums(const float* group_sums, int rows) {
     PartialSoftmax* statistics = shared_at<PartialSoftmax>(cta_statistics_offset());
     float* sums = shared_at<float>(cta_sums_offset());
-    for (int i = threadIdx.x; i < rows * vectors; i += THREADS) {
-        const int row = i / vectors, column = i % vectors * 4;
+    for (int i = threadIdx.x; i < rows * VECTORS; i += THREADS) {
+        const int row = i / VECTORS, column = i % VECTORS * 4;
         const PartialOutput sum = combine_warp_groups(group_sums, row, column);
         *reinterpret_cast<float4*>(&sums[sum_at(row, column)]) = sum.out;
         if (column == 0) statistics[row] = sum.statistics;
@@ -73,6 +73,7 @@ __device__ __forceinline__ PartialOutput combine_cluster(int row, int column) {
 __device__ __forceinline__ void store_output(const Params& p, const WorkTile& tile, int row, int column,
                                              const PartialOutput& all) {
     const AttentionParams<Element>& a = p.attention;
+    if (column >= a.head_dim_v) return;
     const Row at = tile.at(row, p);
     const float logit = Score::extra_logit<Element>(p.score, at.head) * LOG2_E, max = fmaxf(all.statistics.max, logit);
     const float weight = all.statistics.weight(max);
@@ -97,62 +98,68 @@ __device__ __forceinline__ void store_output(const Params& p, const WorkTile& ti
 }
 
 // Combines the CTA's vectors of the output over warp groups and cluster, and stores them as output or in the workspace.
-__device__ __forceinline__ void store_split(const Params& p, const WorkTile& tile, const float* group_sums,
-                                            int vectors) {
-    const long long first_row = static_cast<long long>(tile.partial(tile.split, p.kv_heads)) * BLOCK_M;
-    for (int i = tile.first_vector + threadIdx.x; i < tile.end_vector; i += THREADS) {
-        const int row = i / vectors, column = i % vectors * 4;
+__device__ __forceinline__ void store_split(const Params& p, const WorkTile& tile, const float* group_sums) {
+    const long long first_row = static_cast<long long>(tile.partial(tile.split, p)) * BLOCK_M;
+    const int first = tile.first_vector(tile.rank()), end = tile.first_vector(tile.rank() + 1);
+#pragma unroll 1
+    for (int i = first + threadIdx.x; i < end; i += THREADS) {
+        const int row = i / VECTORS, column = i % VECTORS * 4;
         PartialOutput sum;
         if constexpr (CLUSTER > 1) sum = combine_cluster(row, column);
         else sum = combine_warp_groups(group_sums, row, column);
         if (tile.splits == 1) {
             store_output(p, tile, row, column, sum);
         } else {
-            __stcg(reinterpret_cast<float4*>(p.split.out + (first_row + row) * p.attention.head_dim_v + column),
-                   sum.out);
+            __stcg(reinterpret_cast<float4*>(p.split.out + first_row * HEAD_DIM_V) + i, sum.out);
             // Each CTA of a cluster stores the statistics of the rows that it combines, so that it waits for
             // no other CTA.
-            if (column == 0 || i == tile.first_vector)
-                __stcg(reinterpret_cast<float2*>(p.split.statistics + first_row * CLUSTER + tile.rank * BLOCK_M + row),
+            if (column == 0 || i == first)
+                __stcg(reinterpret_cast<float2*>(p.split.statistics + first_row * CLUSTER + tile.rank() * BLOCK_M + row),
                        make_float2(sum.statistics.max, sum.statistics.sum));
         }
     }
 }
 
+// Starts to copy the statistics of a tile's splits: of all rows, although those that other CTAs combine may not be
+// there yet, and are not used.
+__device__ __forceinline__ void load_split_statistics(const Params& p, const WorkTile& tile, u32 destination) {
+    constexpr int PAIRS = BLOCK_M / 2;  // of 16 bytes
+#pragma unroll 1
+    for (int i = threadIdx.x; i < tile.splits * PAIRS; i += THREADS) {
+        const long long partial = tile.partial(i / PAIRS, p);
+        cp_async_16(destination + 16 * i,
+                    p.split.statistics + (partial * CLUSTER + tile.rank()) * BLOCK_M + i % PAIRS * 2, 16);
+    }
+}
+
 // Combines the splits of an output tile, for the CTA's vectors of the output. Their sums come by cp.async, as many at
-// once as the scratch memory holds: a trip to the L2 cache takes a microsecond while other CTAs read keys.
-__device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& tile, unsigned char* scratch,
-                                               int vectors) {
-    PartialSoftmax* statistics = reinterpret_cast<PartialSoftmax*>(scratch);  // (split, row)
+// once as the scratch memory holds: a trip to the L2 cache takes a microsecond while other CTAs read keys. Each warp
+// copies those of its splits.
+__device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& tile, unsigned char* scratch) {
+    const PartialSoftmax* statistics = reinterpret_cast<const PartialSoftmax*>(scratch);  // (split, row)
     const int statistics_bytes = tile.splits * BLOCK_M * static_cast<int>(sizeof(PartialSoftmax));
     const float4* sums = reinterpret_cast<const float4*>(scratch + statistics_bytes);  // (split, vector of a chunk)
-    const u32 sums_address = shared_address(sums);
-    const int chunk = (SCRATCH_BYTES - statistics_bytes) / (16 * tile.splits), tile_floats = BLOCK_M * vectors * 4;
+    const int chunk = (SCRATCH_BYTES - statistics_bytes) / (16 * tile.splits);
+    const int first = tile.first_vector(tile.rank()), end = tile.first_vector(tile.rank() + 1);
+    load_split_statistics(p, tile, shared_address(statistics));
 #pragma unroll 1
-    for (int from = tile.first_vector; from < tile.end_vector; from += chunk) {
-        const int count = min(chunk, tile.end_vector - from);
-        if (from > tile.first_vector) consumers_sync();  // all have read the chunk before
+    for (int from = first; from < end; from += chunk) {
+        const int count = min(chunk, end - from);
+        if (from > first) consumers_sync();  // all have read the chunk before
 #pragma unroll 1
-        for (int i = threadIdx.x; i < count * tile.splits; i += THREADS) {
-            const long long partial = tile.partial(i / count, p.kv_heads);
-            cp_async_16(sums_address + 16 * i, p.split.out + partial * tile_floats + (from + i % count) * 4, 16);
+        for (int split = threadIdx.x / WARP; split < tile.splits; split += THREADS / WARP) {
+            const long long first_row = static_cast<long long>(tile.partial(split, p)) * BLOCK_M;
+            const float4* source = reinterpret_cast<const float4*>(p.split.out + first_row * HEAD_DIM_V) + from;
+            const u32 destination = shared_address(sums + split * count);
+#pragma unroll 4
+            for (int i = threadIdx.x % WARP; i < count; i += WARP) cp_async_16(destination + 16 * i, source + i, 16);
         }
         cp_async_commit();
-        if (from == tile.first_vector) {
-            for (int i = threadIdx.x; i < tile.splits * BLOCK_M; i += THREADS) {
-                const int split = i / BLOCK_M, row = i % BLOCK_M;
-                // (Statistics of rows that other CTAs combine may not have been written yet, and are not used.)
-                const long long partial = tile.partial(split, p.kv_heads);
-                const PartialSoftmax* source = p.split.statistics + (partial * CLUSTER + tile.rank) * BLOCK_M + row;
-                if (row < tile.rows)
-                    *reinterpret_cast<float2*>(&statistics[i]) = __ldcg(reinterpret_cast<const float2*>(source));
-            }
-        }
         cp_async_wait<0>();
         consumers_sync();
 #pragma unroll 1
         for (int i = threadIdx.x; i < count; i += THREADS) {
-            const int row = (from + i) / vectors;
+            const int row = (from + i) / VECTORS;
             PartialOutput all;
 #pragma unroll 4
             for (int split = 0; split < tile.splits; ++split)
@@ -162,7 +169,7 @@ __device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& 
                 const PartialSoftmax one = statistics[split * BLOCK_M + row];
                 all.add(one.weight(all.statistics.max), one.sum, sums[split * count + i]);
             }
-            store_output(p, tile, row, (from + i) % vectors * 4, all);
+            store_output(p, tile, row, (from + i) % VECTORS * 4, all);
         }
     }
 }
@@ -170,20 +177,19 @@ __device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& 
 // Combines the sums that the warp groups stored in shared memory; the CTA that arrives last combines the
 // tile's splits, too.
 __device__ __forceinline__ void combine(const Params& p, const WorkTile& tile, unsigned char* scratch) {
-    const int vectors = p.attention.head_dim_v / 4;
     const float* group_sums = reinterpret_cast<const float*>(scratch);
     if constexpr (CLUSTER > 1) {
-        store_cta_sums(group_sums, tile.rows, vectors);
+        store_cta_sums(group_sums, tile.rows);
         cluster_arrive();
         cluster_wait();
     }
-    store_split(p, tile, group_sums, vectors);
+    store_split(p, tile, group_sums);
     if constexpr (CLUSTER > 1) cluster_arrive();  // this CTA has finished reading the others' shared memory
     if (tile.splits > 1 &&
-        semaphore_arrive_last(p.split.arrivals + tile.index * CLUSTER + tile.rank, tile.splits, CONSUMERS_BARRIER,
+        semaphore_arrive_last(p.split.arrivals + tile.index(p) * CLUSTER + tile.rank(), tile.splits, CONSUMERS_BARRIER,
                               THREADS, shared_address(shared_memory + offsetof(SharedStorage, arrival)),
                               threadIdx.x == 0))
-        combine_splits(p, tile, scratch, vectors);
+        combine_splits(p, tile, scratch);
     if constexpr (CLUSTER > 1) cluster_wait();
 }
 

@@ -78,6 +78,11 @@ class DecodeConfig:
         return sum(TileLayout(d, True).bytes(self.block_n) for d in (self.head_dim, self.head_dim_v))
 
     @property
+    def in_flight(self) -> int:
+        """Bytes of all pipelines' stages but those that are being read."""
+        return (self.stages - 1) * self.stage_bytes * (1 if self.tma else self.warp_groups)
+
+    @property
     def group_sums(self) -> int:
         """Bytes of all warp groups' sums, which lie in the pipeline's memory after the last step."""
         return self.warp_groups * self._sum_bytes

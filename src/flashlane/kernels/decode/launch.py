@@ -116,8 +116,8 @@ class PreparedDecode:
             self.splits, partials = splits, tiles * splits if splits > 1 else 0
             self.grid = problem.kv_heads * self.m_blocks * config.cluster, splits, problem.batch
         rows = partials * config.rows
-        self.arrivals, self.sum_floats = tiles * config.cluster, rows * problem.head_dim_v
-        self.partial_floats = rows * (problem.head_dim_v + 2 * config.cluster)
+        self.arrivals, self.sum_floats = tiles * config.cluster, rows * config.head_dim_v
+        self.partial_floats = rows * (config.head_dim_v + 2 * config.cluster)
         self.params = self._params_without_addresses(q_strides, out_strides)
         self.stream_of = launch.stream_getter()
         self.plan = LaunchPlan(self._launches, ("k", "v") if config.tma else ())

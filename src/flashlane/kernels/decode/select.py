@@ -209,7 +209,8 @@ def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, residen
     return Work(
         tiles, -(-keys_of(problem) // (config.step * config.cluster)), max(1, held), sms,
         config.cluster * config.step * 2 * (config.head_dim + config.head_dim_v), time,
-        min(config.rows, problem.rows_of_kv_head) * config.head_dim_v, of_one, scratch=config.scratch, rows=config.rows,
+        config.cluster * config.in_flight, min(config.rows, problem.rows_of_kv_head) * config.head_dim_v, of_one,
+        scratch=config.scratch, rows=config.rows,
         copy_rate=copy_rate(problem.arch) * _share_of_copy_rate(problem, config),
     )  # fmt: skip
 

@@ -40,11 +40,9 @@ struct WorkTile {
     KeyRange keys;
     int batch, kv_head, rows;              // rows of the tile that exist
     int first_token, first_head;           // of the tile's first row; the head counts within the group
-    int split, splits, rank;               // among the tile's splits; the CTA's rank in its cluster
+    int split, splits;                     // among the tile's splits
     int step, steps;                       // the first step of STEP keys, and how many there are
-    int first_vector, end_vector;          // the output that the CTA combines, in vectors of 4 columns, row by row
-    long long index;                       // of the output tile
-    int first_partial, later_partials;     // where the tile's splits lie in the workspace, see partial()
+    int first_partial, later_partials;     // with stream-K: where the splits lie in the workspace, see partial()
 
     __device__ __forceinline__ Mask mask(const Params& p) const {
         return {sequence.end, sequence.shift, p.attention.window_left, p.attention.window_right};
@@ -54,11 +52,15 @@ struct WorkTile {
         const int n = first_head + row, tokens = p.group_inverse ? __umulhi(n, p.group_inverse) : n;
         return {first_token + tokens, kv_head * p.attention.group + n - tokens * p.attention.group};
     }
+    // The index of the output tile, where tiles are split; there are few then.
+    __device__ __forceinline__ int index(const Params& p) const {
+        return STREAM_K ? batch * p.kv_heads + kv_head : blockIdx.z * (gridDim.x / CLUSTER) + blockIdx.x / CLUSTER;
+    }
     // The index of a split's partial result in the workspace. With stream-K a CTA has two partial results: one of the
     // tile in which its range begins, and one of the tile in which it ends.
-    __device__ __forceinline__ int partial(int of_split, int kv_heads) const {
-        if constexpr (!STREAM_K) return first_partial + of_split;
-        return (of_split == 0 ? first_partial : later_partials + 2 * of_split) * kv_heads + kv_head;
+    __device__ __forceinline__ int partial(int of_split, const Params& p) const {
+        if constexpr (!STREAM_K) return index(p) * p.split.splits + of_split;
+        return (of_split == 0 ? first_partial : later_partials + 2 * of_split) * p.kv_heads + kv_head;
     }
     __device__ __forceinline__ void set_rows(const Params& p, int m_block) {
         first_token = first_head = 0;
@@ -67,10 +69,10 @@ struct WorkTile {
         rows = min(BLOCK_M, sequence.seqlen_q * p.attention.group - m_block * BLOCK_M);
         keys = KeyRange(sequence, mask(p), first_token, at(rows - 1, p).token);
     }
-    __device__ __forceinline__ void set_vectors(const Params& p) {
-        const int vectors = p.attention.head_dim_v / 4 * rows;
-        first_vector = rank * vectors / CLUSTER, end_vector = (rank + 1) * vectors / CLUSTER;
-    }
+    // The CTA's rank in its cluster.
+    __device__ __forceinline__ static int rank() { return CLUSTER > 1 ? blockIdx.x % CLUSTER : 0; }
+    // The output that the CTA combines, in vectors of 4 columns, row by row: up to the first one of the rank after it.
+    __device__ __forceinline__ int first_vector(int of_rank) const { return of_rank * VECTORS * rows / CLUSTER; }
 };
 
 // The queue of work tiles that the scheduler warp publishes for the warp groups, with stream-K.
@@ -94,21 +96,18 @@ struct TileScheduler<false> {
     // The CTA's only tile; false when it has none, and then the other CTAs of its cluster have none either.
     __device__ __forceinline__ bool next(WorkTile& tile) const {
         // Neighbouring CTAs read neighbouring heads of the same keys.
-        tile.batch = blockIdx.z, tile.split = blockIdx.y, tile.rank = blockIdx.x % CLUSTER;
+        tile.batch = blockIdx.z, tile.split = blockIdx.y;
         tile.kv_head = blockIdx.x / CLUSTER;
         int m_block = 0;
         if (p.m_blocks > 1) m_block = tile.kv_head / p.kv_heads, tile.kv_head %= p.kv_heads;
-        tile.index = (static_cast<long long>(tile.batch) * p.kv_heads + tile.kv_head) * p.m_blocks + m_block;
-        tile.first_partial = static_cast<int>(tile.index * p.split.splits);  // used if there are splits, then small
         tile.sequence = CacheSeqlenInfo(p.seqlen, tile.batch);
         tile.set_rows(p, m_block);
         if (tile.rows <= 0) return false;
         const int steps = tile.keys.steps, each = max(1, ceil_div(steps, p.split.splits * CLUSTER));
-        const int range = tile.split * CLUSTER + tile.rank;
+        const int range = tile.split * CLUSTER + tile.rank();
         tile.splits = max(1, ceil_div(ceil_div(steps, each), CLUSTER));
         // (With TMA a CTA has a step even where it has no keys, so that a stage is free for its sums.)
         tile.step = tile.keys.first_step + range * each, tile.steps = max(TMA, min(each, steps - range * each));
-        tile.set_vectors(p);
         return tile.split < tile.splits;
     }
 };
@@ -212,8 +211,7 @@ struct TileScheduler<true> {
             } else {
                 while (position >= base + stride) base += stride, stride = steps_of(++batch);
             }
-            tile.batch = batch, tile.kv_head = head, tile.rank = 0;
-            tile.index = batch * p.kv_heads + head;
+            tile.batch = batch, tile.kv_head = head;
             const int start = base, from = position - start, to = min(end - start, stride);
             position = start + to;
             tile.sequence = CacheSeqlenInfo(p.seqlen, batch);
@@ -224,7 +222,6 @@ struct TileScheduler<true> {
             const StreamSplit split(start, steps, from, to, each, range);
             tile.split = split.split, tile.splits = split.splits;
             tile.first_partial = split.first_partial, tile.later_partials = split.later_partials;
-            tile.set_vectors(p);
             return true;
         }
         return false;

@@ -40,13 +40,16 @@ constexpr int GROUP_STRIDE = STREAM_K ? STAGE_BYTES : PIPELINE_BYTES;
 // warp writes rows without bank conflicts.
 constexpr int SUM_STRIDE = (HEAD_DIM_V + 31) / 32 * 32, SUM_BYTES = BLOCK_M * SUM_STRIDE * 4;
 __device__ __forceinline__ int sum_at(int row, int column) { return row * SUM_STRIDE + (column ^ row % 4 * 8); }
+// The output is combined in vectors of four columns, row by row. Their number is a constant, so that threads divide by
+// what the compiler knows; those after the problem's last column are zeros, and are not stored.
+constexpr int VECTORS = HEAD_DIM_V / 4;
 
 // ---- parameters
 
 // The workspace of splits. The CTA that arrives last combines the splits in their order, so that the result does not
 // depend on which CTA that is.
 struct SplitParams {
-    float* out;                  // (partial, row, column), sums of P·V
+    float* out;                  // (partial, row of BLOCK_M, column of HEAD_DIM_V), sums of P·V
     PartialSoftmax* statistics;  // (partial, CTA of the cluster, row)
     u32* arrivals;               // (output tile, CTA of the cluster); 0 between launches
     int splits;                  // most splits of an output tile

@@ -417,6 +417,7 @@ def _memory_work(problem: AttentionProblem, config: HopperConfig, tiles: int, bl
         SMS,
         config.block_n * width,
         step,
+        (config.stages - 1) * config.block_n * width,
         sums,
         combine_launch=SEPARATE_COMBINE,
         copy_rate=copy_rate(problem.arch),
