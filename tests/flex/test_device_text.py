@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support import program_kernel
+from support.circular import ANGLES, angles, check_circular
 from support.flex_oracle import mapped
 from support.programs import SIZES, Drawn, by_torch, draw
 
@@ -171,40 +171,14 @@ def body_of(program: Program) -> str:
     return part_of(program, "score").split("{", 1)[1]
 
 
-ANGLES: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
-    "sin": (lambda s, b, h, q, kv: s.sin(), 2.0),
-    "cos": (lambda s, b, h, q, kv: s.cos(), 2.0),
-    "tan": (lambda s, b, h, q, kv: s.tan(), 4.0),
-}
-"""Scores, and CUDA's bounds of the functions' errors in units of the last place."""
-
-
-def angles() -> torch.Tensor:
-    """Numbers of every exponent, and those next to multiples of π/2, of which sine or cosine are small."""
-    generator = torch.Generator().manual_seed(0)
-    mantissas = 1 + torch.rand(254, 200, generator=generator, dtype=torch.float64)
-    drawn = (mantissas * 2.0 ** torch.arange(-126, 128, dtype=torch.float64)[:, None]).float().flatten()
-    near = (torch.arange(1, 100000, dtype=torch.float64) * (torch.pi / 2)).float()
-    near = torch.cat((near, near.nextafter(torch.tensor(torch.inf)), torch.tensor([105614.99, 105615.0, 105615.01])))
-    # The f32 number whose distance to a multiple of π/2 is the least of all.
-    found = torch.cat((drawn, near, torch.tensor([16367173.0 * 2.0**72])))
-    return torch.cat((found, -found, torch.zeros(2))).view(1, 1, 1, -1)
-
-
 @pytest.mark.skipif(program_kernel.COMPILER is None, reason="no C++ compiler")
 def test_circular_functions_of_all_numbers_on_the_host(tmp_path: Path) -> None:
     """Their errors are within CUDA's bounds, also behind the range reduction of large numbers."""
     x = angles()
     programs = {name: (*bind(function, None, torch.device("cpu")), x) for name, (function, _) in ANGLES.items()}
     found = program_kernel.on_host(programs, tmp_path)
-    wide = x.double()
-    slopes = {"sin": wide.cos(), "cos": -wide.sin(), "tan": 1 + wide.tan().square()}
-    for name, (_, units) in ANGLES.items():
-        values, derivative, _ = found[name]
-        wanted = getattr(wide, name)()
-        error = ((values.double() - wanted).abs() / wanted.abs()).nan_to_num() * 2**23
-        assert error.amax() <= units, (name, x.flatten()[error.argmax()].item(), error.amax())
-        torch.testing.assert_close(derivative.double(), slopes[name], rtol=2**-20, atol=0)
+    for name in ANGLES:
+        check_circular(name, x, found[name])
     endless = torch.tensor([torch.inf, -torch.inf, torch.nan]).view(1, 1, 1, 3)
     found = program_kernel.on_host({name: (*given[:2], endless) for name, given in programs.items()}, tmp_path)
     assert all(outputs[0].isnan().all() for outputs in found.values())
