@@ -11,7 +11,7 @@ from support.short_types import SHORT_TYPES, WITH_A_NUMBER, that_torch_computes
 from flashlane.flex.bind import bind
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.device("cuda")
+CUDA = torch.device("cuda", 0)
 
 
 def test_circular_functions_of_all_numbers() -> None:
