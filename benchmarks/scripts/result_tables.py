@@ -400,6 +400,12 @@ def hopper_targets(result: Result) -> str:
     return table(head, rows)
 
 
+def microseconds_of(row: Row) -> list[float]:
+    """A decode row's times, steady and flushed; or its one time."""
+    protocols = row.get("protocols") or {}
+    return [protocols[name] for name in ("steady", "flushed") if name in protocols] or [row["microseconds"]]
+
+
 def decoding(result: Result) -> str:
     """A line a cell: our time and share of the copy rate, the peers' times, and whether its targets were met."""
     cells: dict[str, dict[str, Row]] = {}
@@ -411,11 +417,15 @@ def decoding(result: Result) -> str:
     head = (
         "cell",
         "µs:",
-        "of the copy rate:",
+        "% of the copy rate:",
         *(f"{PEERS.get(p.strip('()'), p)}, µs:" for p in peers),
         "× the best:",
         "",
     )
+
+    def joined(values: Iterable[float], digits: int = 1) -> str:
+        return " / ".join(number(value, digits) for value in values)
+
     lines = []
     for cell, rows in cells.items():
         ours = min(
@@ -423,12 +433,17 @@ def decoding(result: Result) -> str:
         )
         if ours is None:
             continue
-        times = [rows[peer]["microseconds"] if peer in rows else None for peer in peers]
-        best = min((time for time in times if time), default=None)
+        mine = microseconds_of(ours)
+        shares = [100 * ours["share"] * ours["microseconds"] / time for time in mine]
+        theirs = [microseconds_of(rows[peer]) for peer in peers if peer in rows]
+        ratios = (
+            " / ".join(marked(min(times) / time) for time, *times in zip(mine, *theirs, strict=True)) if theirs else "–"
+        )
         missed = ", ".join(target.split(", wanted ")[-1] for target in targets.get(cell, {}).get("missed", ()))
         lines.append((
-            cell, number(ours["microseconds"], 1), f"{100 * ours['share']:.1f} %", *(number(time, 1) for time in times),
-            marked(best / ours["microseconds"]) if best else "–", f"**missed** {missed}" if missed else "",
+            cell, joined(mine), joined(shares),
+            *(joined(microseconds_of(rows[peer])) if peer in rows else "–" for peer in peers), ratios,
+            f"**missed** {missed}" if missed else "",
         ))  # fmt: skip
     met = sum(len(target["targets"]) - len(target["missed"]) for target in targets.values())
     every = sum(len(target["targets"]) for target in targets.values())

@@ -267,7 +267,11 @@ def test_decode_results_become_a_table(script, tmp_path):
     def row(cell: str, tag: str, us: float | None, check: str = "ok") -> dict[str, Any]:
         return {"cell": cell, "tag": tag, "microseconds": us, "share": 0.5, "check": check}
 
+    def both(cell: str, tag: str, steady: float, flushed: float) -> dict[str, Any]:
+        return row(cell, tag, flushed) | {"protocols": {"steady": steady, "flushed": flushed}}
+
     rows = [row("a", "decode(split-kv)", 10.0), row("a", "(cudnn)", 12.0), row("b", "decode(split-kv)", 20.0)]
+    rows += [both("e", "decode(split-kv)", 8.0, 10.0), both("e", "(cudnn)", 12.0, 9.0)]
     rows += [row("b", "(cudnn)", 5.0, "wrong"), row("c", "(cudnn)", 1.0), row("d", "decode(split-kv)", None)]
     targets = [{"cell": "a", "targets": ["1.20 x the best peer, wanted 1"], "missed": []}]
     targets += [
@@ -276,8 +280,9 @@ def test_decode_results_become_a_table(script, tmp_path):
     result = {"format": "flashlane-decode/2", "rows": rows, "targets": targets, "copy_gigabytes_per_second": 4280.4}
     text = script("readme_tables").bench_tables(write(tmp_path, "decode", result))
     assert lines_of(text) == [
-        ["a", "10.0", "50.0 %", "12.0", "1.20", ""],
-        ["b", "20.0", "50.0 %", "–", "–", "**missed** 92%"],
+        ["a", "10.0", "50.0", "12.0", "1.20", ""],
+        ["b", "20.0", "50.0", "–", "–", "**missed** 92%"],
+        ["e", "8.0 / 10.0", "62.5 / 50.0", "12.0 / 9.0", "1.50 / **0.90**", ""],
     ]
     assert "4280 GB/s" in text and "1 of 2 targets met" in text
 

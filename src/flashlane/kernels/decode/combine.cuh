@@ -114,7 +114,8 @@ __device__ __forceinline__ void store_split(const Params& p, const WorkTile& til
             // Each CTA of a cluster stores the statistics of the rows that it combines, so that it waits for
             // no other CTA.
             if (column == 0 || i == first)
-                __stcg(reinterpret_cast<float2*>(p.split.statistics + first_row * CLUSTER + tile.rank() * BLOCK_M + row),
+                __stcg(reinterpret_cast<float2*>(
+                           p.split.statistics + first_row * CLUSTER + tile.rank() * BLOCK_M + row),
                        make_float2(sum.statistics.max, sum.statistics.sum));
         }
     }
