@@ -361,7 +361,7 @@ FULL_WAVES = (1, 3)
 
 
 def decode_configs(problem: AttentionProblem) -> list[tuple[Any, int | None]]:
-    """Configurations and most splits (None: the rule's): the chosen one, every shape of the tables, other splits."""
+    """Configurations and most splits (None with stream-K): the chosen one, every shape of the tables, other splits."""
     chosen = DECODE.config(problem)
     by_rows = [
         by_load for table in (tables.SHAPES, tables.PREFERRED["sm_90a"]) for _, lines in table for _, by_load in lines
@@ -377,13 +377,18 @@ def decode_configs(problem: AttentionProblem) -> list[tuple[Any, int | None]]:
     configs = list(dict.fromkeys((chosen, *(c for c in found if c is not None))))
     parts = dict.fromkeys(configs, (0.5, 2.0)) | {chosen: (0.5, 0.75, 1.5, 2.0)}
     others = [(c, n) for c in configs if not c.stream_k for n in other_splits(problem, c, parts[c])]
-    return [(c, None) for c in configs] + others
+    return [(c, None if c.stream_k else rule_splits(problem, c)) for c in configs] + others
+
+
+def rule_splits(problem: AttentionProblem, config: Any) -> int:
+    """Splits that the rule gives a configuration on an H200."""
+    return splits_for(problem, config, output_tiles(problem, config.rows), SMS["sm_90a"] * config.min_blocks)
 
 
 def other_splits(problem: AttentionProblem, config: Any, parts: tuple[float, ...]) -> list[int]:
     """Splits over and below what the rule gives, as parts of that, which a configuration can have, and full waves."""
     tiles, held = output_tiles(problem, config.rows), SMS["sm_90a"] * config.min_blocks
-    splits = splits_for(problem, config, tiles, held)
+    splits = rule_splits(problem, config)
     waves = {waves * held // tiles for waves in FULL_WAVES} if config.cluster == 1 else set()
     found = {max(1, int(splits * part)) for part in parts} | {n for n in waves if n}
     most = min(config.max_splits, -(-keys_of(problem) // (config.step * config.cluster)))

@@ -236,16 +236,24 @@ def splits_for(problem: AttentionProblem, config: DecodeConfig, tiles: int, resi
     return split_count(work, most)
 
 
-def predicted_time(problem: AttentionProblem, config: DecodeConfig) -> float:
-    """Microseconds that a configuration is predicted to take, without a launch; lengths are as long as they may be."""
-    return _stream_time(problem, config) if config.stream_k else _split_time(problem, config)
+def predicted_time(problem: AttentionProblem, config: DecodeConfig, splits: int | None = None) -> float:
+    """Microseconds that a configuration is predicted to take, without a launch; lengths are as long as they may be.
+
+    Args:
+        problem, config: what runs; its tensors need not be there.
+        splits: the most of an output tile; None for those that the configuration would have.
+    """
+    return _stream_time(problem, config) if config.stream_k else _split_time(problem, config, splits)
 
 
-def _split_time(problem: AttentionProblem, config: DecodeConfig) -> float:
-    """The same of a configuration with splits, of the number that it would have."""
+def _split_time(problem: AttentionProblem, config: DecodeConfig, splits: int | None) -> float:
+    """The same of a configuration with splits."""
     tiles, sms = output_tiles(problem, config.rows), sms_of(problem.arch)
     resident = sms * config.min_blocks
-    work, splits = work_of(problem, config, tiles, resident, sms), splits_for(problem, config, tiles, resident)
+    work, splits = (
+        work_of(problem, config, tiles, resident, sms),
+        splits or splits_for(problem, config, tiles, resident),
+    )
     factor = 1.0
     if lengths_differ(problem):
         factor = UNLIKE
