@@ -250,10 +250,8 @@ def _split_time(problem: AttentionProblem, config: DecodeConfig, splits: int | N
     """The same of a configuration with splits."""
     tiles, sms = output_tiles(problem, config.rows), sms_of(problem.arch)
     resident = sms * config.min_blocks
-    work, splits = (
-        work_of(problem, config, tiles, resident, sms),
-        splits or splits_for(problem, config, tiles, resident),
-    )
+    work = work_of(problem, config, tiles, resident, sms)
+    splits = splits or splits_for(problem, config, tiles, resident)
     factor = 1.0
     if lengths_differ(problem):
         factor = UNLIKE
