@@ -49,10 +49,12 @@ def candidate_of(words: str, configs: dict[str, DecodeConfig]) -> tuple[DecodeCo
         configs: those of the problem, by what they are called.
 
     Raises:
-        KeyError: the problem has no such configuration.
+        SystemExit: the problem has no such configuration, or the words name no splits, as those of older files.
     """
     name, _, most = words.partition(", at most ")
-    config = configs[name]
+    config = configs.get(name)
+    if config is None or not (config.stream_k or most):
+        raise SystemExit(f"{words!r} is not a configuration with its splits; time the problems again (time_choices.py)")
     return config, None if config.stream_k else int(most.split()[0])
 
 

@@ -36,6 +36,7 @@ from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import cost
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.tiles import class_of
+from flashlane.kernels.memory_rate import overlapped
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 START = cost.Traffic(
@@ -104,7 +105,7 @@ class Row:
         section = min(heads, self.config.heads_per_section or 1)
         factor = cost.slowdown(self.problem, self.config, section, costs, block, traffic)
         tiles = cost.until_done(costs, heads, section, SMS // self.config.cluster, factor)
-        return traffic.launch + cost.overlapped(tiles, cost.reading(self.problem, self.config, self.blocks.share))
+        return traffic.launch + overlapped(tiles, cost.reading(self.problem, self.config, self.blocks.share))
 
     def time_in_class(self, traffic: cost.Traffic) -> float:
         """The same with the coefficients that the package has, in proportion to the products of this head dim."""

@@ -423,8 +423,8 @@ def decoding(result: Result) -> str:
         "",
     )
 
-    def joined(values: Iterable[float], digits: int = 1) -> str:
-        return " / ".join(number(value, digits) for value in values)
+    def joined(values: Iterable[float]) -> str:
+        return " / ".join(number(value, 1) for value in values)
 
     lines = []
     for cell, rows in cells.items():

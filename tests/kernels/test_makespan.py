@@ -14,6 +14,7 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import cost, select, tile_scheduler, tiles
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
+from flashlane.kernels.memory_rate import overlapped
 
 KERNEL = registry.get("hopper(wgmma+tma)")
 
@@ -200,7 +201,7 @@ def test_a_split_forward_takes_two_launches_and_its_longest_split(splits: int) -
     for heads_per_section in (1, 16):
         memory = cost.slowdown(split, config, heads_per_section, launch.costs, launch.one.block, launch.traffic, splits)
         tiles = evenly * memory + cost.LAST_TILES * (one - evenly)
-        expected = 2 * launch.traffic.launch + cost.overlapped(tiles, cost.reading(split, config, 1.0)) + partial
+        expected = 2 * launch.traffic.launch + overlapped(tiles, cost.reading(split, config, 1.0)) + partial
         assert launch.predicted(heads_per_section) == pytest.approx(expected, rel=0.02)
 
 
@@ -244,4 +245,4 @@ def test_keys_that_outgrow_the_cache_are_read_once_for_each_pace_of_a_heads_tile
     window = replace(base, window_left=8000, window_right=0)
     assert cost.reading(window, config, 1.0) == pytest.approx(megabytes / 16384 * 8384 / cost.copy_rate(base.arch))
     assert once.predicted(1) > cost.until_done(once.costs, 32, 1, SMS, 1.0)
-    assert cost.overlapped(3.0, 3.0) == pytest.approx(3.0 * 2**0.25) and cost.overlapped(3.0, 0.0) == 3.0
+    assert overlapped(3.0, 3.0) == pytest.approx(3.0 * 2**0.25) and overlapped(3.0, 0.0) == 3.0

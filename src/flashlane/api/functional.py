@@ -6,6 +6,7 @@ arguments are flashlane's own additions. Source of the contract: Dao-AILab/flash
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -118,20 +119,8 @@ def flash_attn_qkvpacked_func(
     """:func:`flash_attn_func` of one tensor ``(b, s, 3, h, d)`` that holds q, k and v; all else is as there."""
     q, k, v = _unpack("qkv", qkv, 3)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    try:
-        return flash_attn_func(
-            q,
-            k,
-            v,
-            *tail,
-            kernel=kernel,
-            return_lse=return_lse,
-            sinks=sinks,
-            attn_bias=attn_bias,
-            logit_scale=logit_scale,
-        )
-    except (TypeError, ValueError) as error:
-        raise ops.renamed(error, _OF_QKV) from None
+    ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
+    return _unpacked(_OF_QKV, flash_attn_func, q, k, v, *tail, **ours, logit_scale=logit_scale)
 
 
 def flash_attn_kvpacked_func(
@@ -155,20 +144,8 @@ def flash_attn_kvpacked_func(
     """:func:`flash_attn_func` of q and one tensor ``(b, sk, 2, hk, d)`` that holds k and v; all else is as there."""
     k, v = _unpack("kv", kv, 2)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    try:
-        return flash_attn_func(
-            q,
-            k,
-            v,
-            *tail,
-            kernel=kernel,
-            return_lse=return_lse,
-            sinks=sinks,
-            attn_bias=attn_bias,
-            logit_scale=logit_scale,
-        )
-    except (TypeError, ValueError) as error:
-        raise ops.renamed(error, _OF_KV) from None
+    ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
+    return _unpacked(_OF_KV, flash_attn_func, q, k, v, *tail, **ours, logit_scale=logit_scale)
 
 
 def flash_attn_varlen_func(
@@ -263,10 +240,7 @@ def flash_attn_varlen_qkvpacked_func(
     where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
-    try:
-        return flash_attn_varlen_func(q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
-    except (TypeError, ValueError) as error:
-        raise ops.renamed(error, _OF_QKV) from None
+    return _unpacked(_OF_QKV, flash_attn_varlen_func, q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -299,10 +273,7 @@ def flash_attn_varlen_kvpacked_func(
     where = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
-    try:
-        return flash_attn_varlen_func(q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
-    except (TypeError, ValueError) as error:
-        raise ops.renamed(error, _OF_KV) from None
+    return _unpacked(_OF_KV, flash_attn_varlen_func, q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
 
 
 def flash_attn_with_kvcache(
@@ -467,6 +438,14 @@ def explain(
         deterministic=deterministic,
     )
     return dispatch.explain_problem(problem, kernel)
+
+
+def _unpacked(names: dict[str, str], function: Callable[..., Result], *arguments: Any, **ours: Any) -> Result:
+    """A call of packed tensors by the function that takes them apart; errors call the arguments as the caller does."""
+    try:
+        return function(*arguments, **ours)
+    except (TypeError, ValueError) as error:
+        raise ops.renamed(error, names) from None
 
 
 def _unpack(

@@ -1,4 +1,4 @@
-"""The rate of device memory: that of this machine's GPU, as its driver says, or an H200's."""
+"""The rate of device memory: that of this machine's GPU, as its driver says, or an H200's; and what waits for it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ READ_SHARE = 0.926
 (benchmarks/archive/decode_stream_k_ctas.json)."""
 SECTOR = 32
 """Bytes of a sector, the unit in which the L2 cache is read and filled."""
+OVERLAP = 4
+"""Exponent in which the times of what a launch waits for add up: nearly the longest."""
 POSSIBLE = 0.1, 50.0
 """Rates beyond which what a driver says is not believed."""
 
@@ -35,3 +37,8 @@ def copy_rate(arch: str | None) -> float:
         return COPY_RATE
     rate = READ_SHARE * jit.rated_bandwidth(device.index)
     return rate if POSSIBLE[0] < rate < POSSIBLE[1] else COPY_RATE
+
+
+def overlapped(one: float, other: float) -> float:
+    """Microseconds of two things that take so long by themselves, begin together, and wait for each other at times."""
+    return (one**OVERLAP + other**OVERLAP) ** (1 / OVERLAP) if other else one

@@ -7,20 +7,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.memory_rate import COPY_RATE
+from flashlane.kernels.memory_rate import COPY_RATE, overlapped
 
 SM_RATE = 0.07
 """MB a microsecond that an SM reads at most. This and the numbers below were fitted to 160 problems on an H200
 (benchmarks/results/choices_decode*.json, docs/notebook/0052-combining-splits-of-decode.md)."""
 LOAD_TIME = 1.2
 """Microseconds until keys are there that a CTA asks for, under load."""
-OVERLAP = 4
-"""Exponent in which the times add up that bound a wave of CTAs: nearly the longest. 64 to 112 SMs read 3 to 11 % less
-than 132 (benchmarks/archive/decode_stream_k_ctas.json)."""
 WAVE_TIME = 2.5
-"""Microseconds that a wave of CTAs starts and ends, where an SM has one."""
-SHARED_WAVE_TIME = 2.5
-"""The same where an SM has several."""
+"""Microseconds that a wave of CTAs starts and ends."""
 LAST_WAVE = 0.95
 """The time of a last wave over what its CTAs would take by themselves: the wave before has not quite ended."""
 COMBINE_TIME, SPLIT_TIME, SUMS_TIME = 1.8, 0.1, 1.7
@@ -88,7 +83,7 @@ class Work:
         time = waves * self._wave(self.held, each)
         if more:
             time += self._wave(more, each) * (LAST_WAVE if waves else 1.0)
-        time += (waves + (more > 0)) * (WAVE_TIME if self.sms_of_one >= 1 else SHARED_WAVE_TIME)
+        time += (waves + (more > 0)) * WAVE_TIME
         return time + self._combine(splits)
 
     def is_even(self, splits: int) -> bool:
@@ -125,12 +120,12 @@ class Work:
         """Microseconds of so many CTAs, or clusters, that begin together.
 
         Four times bound them: of the memory, of what an SM reads, of the loads that a CTA has in flight, of its steps.
+        64 to 112 SMs read 3 to 11 % less than 132 (benchmarks/archive/decode_stream_k_ctas.json).
         """
         each = steps * self.step_bytes / 1e6
         of_sm = math.ceil(ctas / self.sms) if self.sms_of_one < 1 else 1 / self.sms_of_one
-        loads = LOAD_TIME * steps * self.step_bytes / self.in_flight
-        bounds = ctas * each / self.copy_rate, of_sm * each / SM_RATE, loads, steps * self.step_time
-        return math.fsum(bound**OVERLAP for bound in bounds) ** (1 / OVERLAP)
+        reading = overlapped(ctas * each / self.copy_rate, of_sm * each / SM_RATE)
+        return overlapped(reading, overlapped(1e6 * LOAD_TIME * each / self.in_flight, steps * self.step_time))
 
 
 @lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from flashlane.kernels.hopper.arch import L2_MIB, SMS
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
-from flashlane.kernels.memory_rate import COPY_RATE, SECTOR, copy_rate
+from flashlane.kernels.memory_rate import COPY_RATE, SECTOR, copy_rate, overlapped
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 MATRIX_TFLOPS = 620.0
@@ -217,8 +217,6 @@ LAST_TILES = 0.8
 """The time that the end of a launch takes, when workers wait for the last tiles, over what those tiles take when all
 workers are busy: fewer then share the L2 cache and the power. Tiles of the last wave took 0.5 to 0.6 of the time of
 others when 12 were left for 132 SMs, and 0.8 to 1 when 24 to 36 were left."""
-OVERLAP = 4
-"""Exponent in which the time of the tiles and that of reading K and V add up: nearly the longer one."""
 
 
 def until_done(costs: Sequence[float], heads: int, section: int, workers: int, slowdown: float) -> float:
@@ -257,11 +255,6 @@ def reading(problem: AttentionProblem, config: HopperConfig, shares: np.ndarray 
         return 0.0
     paces = 1 if np.ndim(shares) == 0 else len(np.unique(shares))
     return paces * size / 1e6 / copy_rate(problem.arch)
-
-
-def overlapped(tiles: float, reading: float) -> float:
-    """Microseconds of tiles that take so long for themselves, and wait for what device memory delivers in so long."""
-    return (tiles**OVERLAP + reading**OVERLAP) ** (1 / OVERLAP) if reading else tiles
 
 
 def rows_are_aligned(problem: AttentionProblem) -> bool:

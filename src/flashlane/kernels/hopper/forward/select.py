@@ -409,15 +409,15 @@ def _memory_work(problem: AttentionProblem, config: HopperConfig, tiles: int, bl
     """What decides the splits of few rows, whose CTAs have an SM each."""
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
     sums = problem.rows_of_kv_head * config.columns_v
-    step = cost.coefficients_of(config).block
+    step, step_bytes = cost.coefficients_of(config).block, config.block_n * width
     return split_kv.Work(
         tiles,
         blocks,
         SMS,
         SMS,
-        config.block_n * width,
+        step_bytes,
         step,
-        (config.stages - 1) * config.block_n * width,
+        (config.stages - 1) * step_bytes,
         sums,
         combine_launch=SEPARATE_COMBINE,
         copy_rate=copy_rate(problem.arch),
