@@ -13,7 +13,7 @@ from flashlane.kernels import makespan, split_kv
 from flashlane.kernels.hopper.arch import ARCH, L2_MIB, SMS
 from flashlane.kernels.hopper.forward import cost, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
-from flashlane.kernels.memory_rate import copy_rate
+from flashlane.kernels.memory_rate import SECTOR, copy_rate
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.seqlen import SeqlenConfig, page_box_rows
 from flashlane.kernels.tile_cost import TileBlocks
@@ -41,6 +41,9 @@ cache; it takes up to 0.1 s."""
 FROM_MEMORY = 0.06
 """What a launch of ranges takes longer for each TB/s of K and V that comes from device memory, as a part of its time:
 long launches are at the power limit, and what memory draws lowers the clock (notebook 0045)."""
+MOST_ROWS_OF_SECTIONS = 128
+"""Rows of a tile up to which packed sequences whose rows do not start on a sector have sections: 1.02 to 1.41 times as
+fast in eleven of twelve problems, 0.93 to 1.02 in six with tiles of 192 rows (notebook 0053)."""
 CLOSE = 1 - 1e-9
 """What a lower bound counts, which is rounded as the time is."""
 
@@ -196,6 +199,8 @@ def _ordered(launch: cost.Launch, size: int) -> HopperConfig:
     config, problem = launch.config, launch.problem
     if config.split and splits_are_predicted(problem):
         config = replace(config, kv_splits=launch.splits)
+    if problem.varlen:
+        size = section_of_packed(problem, config)
     return replace(config, heads_per_section=size) if problem.has_right_only else config
 
 
@@ -239,6 +244,21 @@ def section_sizes(problem: AttentionProblem, config: HopperConfig) -> list[int]:
     sharing = max(1, problem.group // config.packed_heads)
     tried = SHARED_HEADS if cost.rows_are_aligned(problem) else FEWEST_SHARED_HEADS
     return makespan.section_sizes(heads, sharing, tried)
+
+
+def section_of_packed(problem: AttentionProblem, config: HopperConfig) -> int:
+    """Tile heads of a section of packed sequences: all, or equal sections whose K and V stay in the L2 cache.
+
+    Rows that do not start on a sector come from device memory again for each tile that reads them, which tiles of few
+    rows wait for. Of other rows and of taller tiles more heads end more evenly, and heads that share keys were slower
+    in smaller sections (notebook 0053).
+    """
+    heads = tile_scheduler.heads_per_section(problem, config.packed_heads)
+    on_sector = problem.head_dim * problem.dtype.itemsize % SECTOR == 0
+    if not problem.has_right_only or on_sector or problem.group > 1 or config.block_m > MOST_ROWS_OF_SECTIONS:
+        return heads
+    resident = max(1, int(L2_MIB / cost.mebibytes_of_head(problem, config)))  # of the longest sequence
+    return -(-heads // -(-heads // resident))
 
 
 def section_of_ranges(parts: Sequence[AttentionProblem], config: HopperConfig) -> tuple[int, float]:

@@ -27,8 +27,12 @@ WINDOW_STEP = (28, 12)
 """What a step under a window takes besides its queries, in queries, of head dims above 96 and above 120: steps of 64
 queries, whose consumers take no turns, next to steps of 80 (notebook 0040)."""
 IDLE_WARPS_REACH = 512
-"""Queries that see a tile from which on its steps take as long as two idle warps take for 128 rows of dQ: with 384
-a launch of their own is 1.02 to 1.11 times as fast, with 639 it is 0.97 to 1.01 (notebook 0037)."""
+"""Queries that see a tile under a window from which on its steps take as long as two idle warps take for 128 rows of
+dQ: with 384 a launch of their own is 1.02 to 1.11 times as fast, with 428 and 488 1.01 to 1.08 at D 96 and 128, with
+639 it is 0.97 to 1.01 (notebooks 0037 and 0053)."""
+IDLE_WARPS_BLOCKS = 0.027
+"""The same without a window: n-blocks that an m-block sees in the mean, for each column of a head. Of fewer a launch of
+their own is 1.00 to 1.12 times as fast, of more 0.96 to 1.00 (notebook 0053)."""
 NARROW_ROWS = ((128, 112, 96), (96,), (96,))
 """Queries of a step of head dims up to 64, by the registers that score modifiers take."""
 NARROW_PING_PONG: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: "until_issued"}
@@ -189,9 +193,12 @@ def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> 
 
     They need steps that take as long as their work, and tiles of all n-blocks: more than half of these are then seen.
     """
-    n_blocks = -(-problem.seqlen_k // tile.block_n)
-    window = problem.window_left >= 0
-    few = window and tile.block_n + problem.window_left + max(0, problem.window_right) < IDLE_WARPS_REACH
+    n_blocks, m_blocks = -(-problem.seqlen_k // tile.block_n), -(-problem.seqlen_q // tile.block_m) * problem.group
+    if problem.window_left >= 0:
+        few = tile.block_n + problem.window_left + max(0, problem.window_right) < IDLE_WARPS_REACH
+    else:
+        blocks = sum(steps_of(problem, tile.block_m, tile.block_n)) / m_blocks
+        few = blocks < IDLE_WARPS_BLOCKS * max(problem.head_dim, problem.head_dim_v)
     if few or 2 * len(seen_n_blocks(problem, tile.block_n, tile.block_m)) < n_blocks:
         return replace(tile, dq="register_atomics")
     if worth_it(problem, tile.block_n, heads_per_section(problem, n_blocks), SMS):
