@@ -188,10 +188,29 @@ def test_short_sequences_of_many_heads_have_in_kernel_dq() -> None:
     )
     for changes in (*changed, {"window_right": -1}, {"kv_heads": 4}, {"varlen": True}, {"alibi": True}):
         assert not one_cta_tiles.pick(asked(**changes)).in_kernel_dq, changes
-    for changes in ({"seqlen_q": 1024}, {"seqlen_k": 1024, "batch": 32}):
+    for changes in ({"seqlen_q": 1024}, {"seqlen_q": 1200, "seqlen_k": 1024, "batch": 32}):
         assert one_cta_tiles.pick(asked(**changes)).in_kernel_dq, "tiles without steps are counted, too"
     few = one_cta_tiles.pick(asked(batch=1, seqlen_q=1144, seqlen_k=1144))
     assert few.k_stages == 2 and few.dq == "tma_reduce_add", "register atomics pay with in-kernel dQ only"
+
+
+@pytest.mark.parametrize(
+    ("changes", "idle"),
+    [
+        ({"seqlen_q": 560, "seqlen_k": 560}, False),
+        ({"seqlen_q": 700, "seqlen_k": 700}, False),
+        ({"seqlen_q": 860, "seqlen_k": 860}, True),
+        ({"seqlen_q": 900, "seqlen_k": 560}, False),
+        ({"seqlen_q": 600, "seqlen_k": 600, "head_dim": 104, "head_dim_v": 104}, True),
+        ({"seqlen_q": 300, "seqlen_k": 300, "window_right": -1}, False),
+        ({"seqlen_q": 430, "seqlen_k": 430, "window_right": -1, "head_dim": 120, "head_dim_v": 120}, True),
+    ],
+)
+def test_idle_warps_have_steps_that_take_as_long_as_their_work(changes: dict[str, int], idle: bool) -> None:
+    """As the problems of notebook 0053 were faster."""
+    config = one_cta_tiles.pick(asked(**changes, batch=40))
+    assert config.in_kernel_dq == idle, config.describe()
+    assert config.dq == "register_atomics" and config.block_m == 64 and config.k_stages == 2
 
 
 @pytest.mark.parametrize(

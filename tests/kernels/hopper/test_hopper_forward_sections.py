@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,3 +37,22 @@ def test_a_section_costs_more_by_its_heads_only_where_device_memory_is_too_slow(
     launch = cost.Launch(tall, KERNEL.config(tall), 1)
     assert launch.config.block_m == 192, "this is about tall tiles, which load less"
     assert launch.least(56) <= launch.least(16)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads", "longest", "expected"),
+    [
+        (184, 34, 34, 10400, 7),
+        (184, 30, 30, 12000, 6),
+        (184, 34, 34, 900, 34),
+        (184, 40, 10, 9000, 40),
+        (192, 34, 34, 10400, 34),
+        (120, 34, 34, 10400, 34),
+    ],
+)
+def test_packed_rows_off_the_sector_come_in_sections_that_the_l2_cache_holds(
+    head_dim: int, heads: int, kv_heads: int, longest: int, expected: int
+) -> None:
+    """Of tiles of 128 rows whose heads share nothing: all heads together took 1.1 to 1.4 times as long on an H200."""
+    problem = replace(causal(21, heads, longest, longest, head_dim), kv_heads=kv_heads, varlen=True)
+    assert KERNEL.config(problem).heads_per_section == expected
