@@ -197,8 +197,8 @@ def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> 
     if problem.window_left >= 0:
         few = tile.block_n + problem.window_left + max(0, problem.window_right) < IDLE_WARPS_REACH
     else:
-        blocks = sum(steps_of(problem, tile.block_m, tile.block_n)) / m_blocks
-        few = blocks < IDLE_WARPS_BLOCKS * max(problem.head_dim, problem.head_dim_v)
+        blocks = IDLE_WARPS_BLOCKS * max(problem.head_dim, problem.head_dim_v)
+        few = sum(steps_of(problem, tile.block_m, tile.block_n)) < blocks * m_blocks
     if few or 2 * len(seen_n_blocks(problem, tile.block_n, tile.block_m)) < n_blocks:
         return replace(tile, dq="register_atomics")
     if worth_it(problem, tile.block_n, heads_per_section(problem, n_blocks), SMS):
