@@ -39,6 +39,11 @@ def copy_rate(arch: str | None) -> float:
     return rate if POSSIBLE[0] < rate < POSSIBLE[1] else COPY_RATE
 
 
+def on_sector(dtype: torch.dtype, *head_dims: int) -> bool:
+    """Whether all rows of so many columns start on a sector."""
+    return not any(head_dim * dtype.itemsize % SECTOR for head_dim in head_dims)
+
+
 def overlapped(one: float, other: float) -> float:
     """Microseconds of two things that take so long by themselves, begin together, and wait for each other at times."""
     return (one**OVERLAP + other**OVERLAP) ** (1 / OVERLAP) if other else one

@@ -25,7 +25,7 @@ from flashlane.kernels.decode.tables import (
     Workload,
 )
 from flashlane.kernels.grid_cost import sms_of
-from flashlane.kernels.memory_rate import SECTOR, copy_rate
+from flashlane.kernels.memory_rate import copy_rate, on_sector
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.split_kv import STREAM_LENGTHS_TIME, UNEVEN, UNLIKE, Work, lengths_differ, split_count
 
@@ -217,7 +217,7 @@ def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, residen
 
 def _share_of_copy_rate(problem: AttentionProblem, config: DecodeConfig) -> float:
     """Which part of the copy rate rows of K and V are read with, by whether they start on a sector."""
-    if not any(dim * problem.dtype.itemsize % SECTOR for dim in (problem.head_dim, problem.head_dim_v)):
+    if on_sector(problem.dtype, problem.head_dim, problem.head_dim_v):
         return 1.0
     return OFF_SECTOR_STREAM if config.stream_k else OFF_SECTOR_CLUSTER if config.cluster > 1 else OFF_SECTOR
 

@@ -21,7 +21,7 @@ from flashlane.kernels.hopper.arch import L2_MIB, SMS
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
-from flashlane.kernels.memory_rate import COPY_RATE, SECTOR, copy_rate, overlapped
+from flashlane.kernels.memory_rate import COPY_RATE, SECTOR, copy_rate, on_sector, overlapped
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 MATRIX_TFLOPS = 620.0
@@ -308,8 +308,7 @@ def slowdown(
     width = (problem.head_dim + config.columns_v) * problem.dtype.itemsize
     factor, mebibytes = 1.0, max(at_once, section) * mebibytes_of_head(problem, config)
     bandwidth = config.block_n * width / block / 1e6  # TB/s of K and V that a CTA loads
-    row = problem.head_dim * problem.dtype.itemsize
-    if row % SECTOR:
+    if not on_sector(problem.dtype, problem.head_dim):
         factor += traffic.unaligned_tile * 128 / config.block_m
     if not rows_are_aligned(problem):
         loaded, apart = max(0.0, workers * bandwidth - traffic.enough), section * mebibytes_of_head(problem, config)

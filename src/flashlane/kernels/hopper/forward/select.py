@@ -13,7 +13,7 @@ from flashlane.kernels import makespan, split_kv
 from flashlane.kernels.hopper.arch import ARCH, L2_MIB, SMS
 from flashlane.kernels.hopper.forward import cost, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
-from flashlane.kernels.memory_rate import SECTOR, copy_rate
+from flashlane.kernels.memory_rate import copy_rate, on_sector
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.seqlen import SeqlenConfig, page_box_rows
 from flashlane.kernels.tile_cost import TileBlocks
@@ -42,8 +42,8 @@ FROM_MEMORY = 0.06
 """What a launch of ranges takes longer for each TB/s of K and V that comes from device memory, as a part of its time:
 long launches are at the power limit, and what memory draws lowers the clock (notebook 0045)."""
 MOST_ROWS_OF_SECTIONS = 128
-"""Rows of a tile up to which packed sequences whose rows do not start on a sector have sections: 1.02 to 1.41 times as
-fast in eleven of twelve problems, 0.93 to 1.02 in six with tiles of 192 rows (notebook 0053)."""
+"""Rows of a tile up to which packed sequences whose rows do not start on a sector have sections: 1.05 times as fast in
+the mean of 98 drawn problems, 0.96 to 1.28. With tiles of 192 rows 0.95 to 1.02 (notebook 0053)."""
 CLOSE = 1 - 1e-9
 """What a lower bound counts, which is rounded as the time is."""
 
@@ -176,8 +176,11 @@ def _first_section(launch: cost.Launch) -> int:
     """Heads of a section in whose order launches are compared first; 1 where the order of tiles does not matter.
 
     All heads are in one section. Where splits are predicted, all numbers of them are compared in few heads a section,
-    whose splits read the same keys at about the same time.
+    whose splits read the same keys at about the same time. Packed sequences keep it, as no other order is predicted to
+    be faster.
     """
+    if launch.problem.varlen:
+        return section_of_packed(launch.problem, launch.config)
     heads = tile_scheduler.heads_per_section(launch.problem, launch.config.packed_heads)
     if heads == 1 or launch.splits == 1 or not splits_are_predicted(launch.problem):
         return heads
@@ -199,8 +202,6 @@ def _ordered(launch: cost.Launch, size: int) -> HopperConfig:
     config, problem = launch.config, launch.problem
     if config.split and splits_are_predicted(problem):
         config = replace(config, kv_splits=launch.splits)
-    if problem.varlen:
-        size = section_of_packed(problem, config)
     return replace(config, heads_per_section=size) if problem.has_right_only else config
 
 
@@ -254,8 +255,8 @@ def section_of_packed(problem: AttentionProblem, config: HopperConfig) -> int:
     in smaller sections (notebook 0053).
     """
     heads = tile_scheduler.heads_per_section(problem, config.packed_heads)
-    on_sector = problem.head_dim * problem.dtype.itemsize % SECTOR == 0
-    if not problem.has_right_only or on_sector or problem.group > 1 or config.block_m > MOST_ROWS_OF_SECTIONS:
+    together = on_sector(problem.dtype, problem.head_dim) or problem.group > 1
+    if heads == 1 or together or config.block_m > MOST_ROWS_OF_SECTIONS:
         return heads
     resident = max(1, int(L2_MIB / cost.mebibytes_of_head(problem, config)))  # of the longest sequence
     return -(-heads // -(-heads // resident))

@@ -13,7 +13,7 @@ from flashlane.kernels.hopper.backward.one_cta.config import IN_DS, Dq, OneCtaCo
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
 from flashlane.kernels.hopper.backward.seen_keys import seen_n_blocks
 from flashlane.kernels.hopper.backward.split_q import split_of
-from flashlane.kernels.memory_rate import SECTOR
+from flashlane.kernels.memory_rate import on_sector
 from flashlane.kernels.score import ScoreConfig
 
 SHORT = 1024
@@ -31,8 +31,8 @@ IDLE_WARPS_REACH = 512
 dQ: with 384 a launch of their own is 1.02 to 1.11 times as fast, with 428 and 488 1.01 to 1.08 at D 96 and 128, with
 639 it is 0.97 to 1.01 (notebooks 0037 and 0053)."""
 IDLE_WARPS_BLOCKS = 0.027
-"""The same without a window: n-blocks that an m-block sees in the mean, for each column of a head. Of fewer a launch of
-their own is 1.00 to 1.12 times as fast, of more 0.96 to 1.00 (notebook 0053)."""
+"""The same without a window: n-blocks that an m-block sees in the mean, if it sees any, for each column of a head. Of
+fewer a launch of their own is 1.01 to 1.12 times as fast, of more 0.95 to 1.04 (notebook 0053)."""
 NARROW_ROWS = ((128, 112, 96), (96,), (96,))
 """Queries of a step of head dims up to 64, by the registers that score modifiers take."""
 NARROW_PING_PONG: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: "until_issued"}
@@ -184,8 +184,8 @@ def middle_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
         return tile
     tile = replace(tile, k_stages=2, ping_pong="until_issued")
     # Rows of dQ that are off the sector take longest to be written in a launch of their own.
-    off_sector = problem.head_dim * problem.dtype.itemsize % SECTOR != 0
-    return idle_warps_where_worth_it(problem, tile) if window or off_sector else tile
+    slow = not on_sector(problem.dtype, problem.head_dim)
+    return idle_warps_where_worth_it(problem, tile) if window or slow else tile
 
 
 def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
@@ -193,10 +193,12 @@ def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> 
 
     They need steps that take as long as their work, and tiles of all n-blocks: more than half of these are then seen.
     """
-    n_blocks, m_blocks = -(-problem.seqlen_k // tile.block_n), -(-problem.seqlen_q // tile.block_m) * problem.group
+    n_blocks = -(-problem.seqlen_k // tile.block_n)
     if problem.window_left >= 0:
         few = tile.block_n + problem.window_left + max(0, problem.window_right) < IDLE_WARPS_REACH
     else:
+        hidden = max(0, -problem.shift - problem.window_right) if problem.has_right_only else 0  # queries, of any key
+        m_blocks = (-(-problem.seqlen_q // tile.block_m) - hidden // tile.block_m) * problem.group
         blocks = IDLE_WARPS_BLOCKS * max(problem.head_dim, problem.head_dim_v)
         few = sum(steps_of(problem, tile.block_m, tile.block_n)) < blocks * m_blocks
     if few or 2 * len(seen_n_blocks(problem, tile.block_n, tile.block_m)) < n_blocks:
