@@ -30,7 +30,7 @@ from hopper_gradients import (
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.hopper.backward import launch as backward_launch
-from flashlane.kernels.hopper.backward import select, split_q
+from flashlane.kernels.hopper.backward import design_cost, split_q
 from flashlane.kernels.hopper.backward.kernel import config_of, prepared_of
 from flashlane.kernels.hopper.backward.launch import Workspace
 from flashlane.kernels.hopper.backward.one_cta import in_kernel_dq
@@ -96,6 +96,7 @@ def always_in_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(in_kernel_dq, "ZEROED_AHEAD", 0)
         patch.setattr(in_kernel_dq, "LAST_ROUNDS", 0)
         patch.setattr(one_cta_tiles, "worth_it", lambda *asked: True)
+        patch.setattr(one_cta_tiles, "IDLE_WARPS_BLOCKS", 0.0)
         for module in (one_cta_launch, one_cta_tiles):
             patch.setattr(module, "heads_per_section", lambda *asked: 1)
         patch.setattr(one_cta_launch, "fastest_section", lambda *asked: 1)
@@ -108,7 +109,7 @@ def always_clusters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Clusters make the gradients above D 128 under windows of any width."""
     registry.changed()
     with monkeypatch.context() as patch:
-        patch.setattr(select, "two_kernels_are_faster", lambda problem: False)
+        patch.setattr(design_cost, "two_kernels_are_faster", lambda problem: False)
         yield
     registry.changed()
 
