@@ -29,8 +29,8 @@ from hopper_gradients import (
 
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward import design_cost, split_q
+from flashlane.kernels.hopper.backward import launch as backward_launch
 from flashlane.kernels.hopper.backward.kernel import config_of, prepared_of
 from flashlane.kernels.hopper.backward.launch import Workspace
 from flashlane.kernels.hopper.backward.one_cta import in_kernel_dq
