@@ -70,11 +70,8 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     atomics = largest <= MAX_REGISTER_ATOMICS and not problem.deterministic
     # Score modifiers take registers that a tile of fewer queries has. Under a mask, tiles of fewer queries also make
     # fewer products of pairs that do not see each other.
-    score = ScoreConfig.of(problem)
-    extras = score.registers_per_score
+    extras = registers_of_score(problem)
     masked = problem.window_left >= 0 or problem.window_right >= 0
-    if wide and score.has_derivative:
-        extras = 2
     few = 64 if problem.window_left >= 0 or (masked and problem.seqlen_q <= SHORT) else 96 if atomics else 80
     block_m = (few, 64, 48)[extras] if wide else (128, 96, 96)[extras]
     dq: Dq = "register_atomics" if atomics else "ordered_tma_reduce_add" if problem.deterministic else "tma_reduce_add"
@@ -93,7 +90,13 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
         tile = wide_tile(problem, tile)
     elif not (problem.deterministic or extras):
         tile = middle_tile(problem, tile)
-    if not (problem.deterministic or extras):  # which were not timed with TMA stores (notebook 0025)
+    return finished(problem, tile)
+
+
+def finished(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
+    """A tile with the stores of dK and dV, zeros of dq_accum, splits and features that the problem gets with it."""
+    wide, masked = max(problem.head_dim, problem.head_dim_v) > 64, problem.window_left >= 0 or problem.window_right >= 0
+    if not (problem.deterministic or registers_of_score(problem)):  # not timed with TMA stores (notebook 0025)
         staged = replace(tile, tma_stores=True)
         if problem.varlen or (wide and problem.window_left >= 0 and tile.k_stages == 1):
             tile = replace(staged, peeled=tile.k_stages == 1)
@@ -109,6 +112,12 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     tile = replace(tile, skips_hidden=few_queries and masked and not (problem.varlen or problem.deterministic))
     tile = tile.specialised(problem)
     return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1)
+
+
+def registers_of_score(problem: AttentionProblem) -> int:
+    """Registers that score modifiers take for each score; above head dim 64 a derivative takes as many as two."""
+    score = ScoreConfig.of(problem)
+    return 2 if score.has_derivative and max(problem.head_dim, problem.head_dim_v) > 64 else score.registers_per_score
 
 
 def wide_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
