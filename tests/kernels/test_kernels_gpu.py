@@ -60,6 +60,22 @@ def test_repeats_to_the_bit(kernel: DeviceKernel) -> None:
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.tag)
+@pytest.mark.parametrize("rows", [(1, 2000), (150, 150)], ids=["split", "whole"])
+def test_keys_that_are_nan_make_rows_nan(kernel: DeviceKernel, rows: tuple[int, int]) -> None:
+    """Output and LSE of the rows that see such a key, and of no others; an LSE of −∞ would be that of a row without
+    keys, whose gradients are 0."""
+    dtype = torch.float32 if kernel.family == "fa1" else torch.float16
+    problem, inputs = replace(PLAIN, lengths=(rows,) * 2, causal=False).build(dtype, device="cuda")
+    if kernel.supports(problem) is not None:
+        pytest.skip(str(kernel.supports(problem)))
+    inputs.k[0, 77, 0] = math.nan
+    out, lse = run(kernel, problem, inputs)
+    spoilt = torch.zeros(2, 4, 1, dtype=torch.bool, device="cuda")  # of each sequence and query head
+    spoilt[0, :2] = True
+    assert (lse.isnan() == spoilt).all() and (out.isnan().transpose(1, 2) == spoilt[..., None]).all()
+
+
 def test_large_offsets() -> None:
     """Rows further apart than 2^31 elements."""
     rows, stride = 70, 1 << 25

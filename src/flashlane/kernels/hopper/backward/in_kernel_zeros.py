@@ -24,6 +24,11 @@ LEAST_TILES = {1: 8, 2: 4}
 """Tiles of a launch, over those whose zeros the preprocess kernel writes, by the CTAs of a tile: launches of fewer
 gained nothing in five problems of six."""
 
+LEAST_QUERIES = 7
+"""Queries of the steps of a tile for each query whose zeros its CTA writes, with one CTA a tile: it writes those of 120
+in 9 µs, with pauses. With 5.3 zeros of the preprocess kernel are 1.02 and 1.04 times as fast, with 6.5 0.99 and 1.00,
+and with 10 0.993 (notebook 0054)."""
+
 
 def zeros_of(
     problem: AttentionProblem, block_n: int, heads_per_section: int, workers: int, own_tiles: bool
@@ -57,5 +62,8 @@ def zeros_are_worth_it(problem: AttentionProblem, in_kernel: InKernelDq, block_m
     )
     if unlike or not 0 < LEAST_TILES[ctas] * in_kernel.zeroed_before <= in_kernel.tiles <= MAX_TILES:
         return False
-    pairs = sum(steps_of(problem, block_m, block_n)) * block_m * block_n / problem.group
+    queries = sum(steps_of(problem, block_m, block_n)) * block_m  # of all tiles of a head
+    if ctas == 1 and queries < LEAST_QUERIES * problem.seqlen_q * problem.group:
+        return False
+    pairs = queries * block_n / problem.group
     return pairs <= MOST_KEYS * problem.seqlen_q * (1 - in_kernel.zeroed_before / in_kernel.tiles)

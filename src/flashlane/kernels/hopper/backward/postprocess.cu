@@ -19,16 +19,17 @@ struct Params : PlainParams, Optional<cfg::QUERY_RANGES, QueryRanges> {};
 
 extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postprocess(const __grid_constant__ Params p) {
     griddepcontrol_wait();
-    const RowBlock at(p);
+    const dim3 place = row_block_place();
+    const RowBlock at(p, place);
     if (at.of_no_sequence()) return;
-    const int head = blockIdx.y, sequence = at.sequence, first = at.m_block * BLOCK_M;
+    const int head = place.y, sequence = at.sequence, first = at.m_block * BLOCK_M;
     const QuerySeqlen seqlen = queries_of(p, sequence, at.range);
     const int rows = seqlen.q_length - first;
     if (rows <= 0) return;
     if constexpr (cfg::IN_KERNEL_DQ) {
         const int group = p.heads / p.kv_heads, kv_head = sequence * p.kv_heads + head / group;
         const TileOrder order{p.kv_heads * static_cast<int>(gridDim.z), p.n_blocks, p.heads_per_section};
-        const int m_block = head % group * p.row_blocks + blockIdx.x;
+        const int m_block = head % group * p.row_blocks + place.x;
         if (p.written[order.index(
                 assigned_n_block(m_block, order.n_blocks, static_cast<long long>(group) * p.row_blocks), kv_head)])
             return;

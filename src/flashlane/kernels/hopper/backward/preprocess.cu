@@ -105,16 +105,16 @@ __device__ __forceinline__ void order_sequence(const Params& p, int sequence) {
 
 // Initialises the counters of in-kernel zeros and dQ. Returns whether this kernel, and no warp of the kernel of the
 // gradients, zeroes dq_accum of the CTA's m-block.
-__device__ __forceinline__ bool init_in_kernel_dq(const Params& p, int batch, int head) {
+__device__ __forceinline__ bool init_in_kernel_dq(const Params& p, int batch, int head, int m_block) {
     const int group = p.heads / p.kv_heads, kv_head = batch * p.kv_heads + head / group;
     const TileOrder order{p.kv_heads * static_cast<int>(gridDim.z), p.n_blocks, p.heads_per_section};
-    if (blockIdx.x == 0 && head % group == 0) {
+    if (m_block == 0 && head % group == 0) {
         if (threadIdx.x == 0) p.zeroed[kv_head] = cfg::ZEROING_CTAS * order.tiles_before(kv_head, p.zeroed_before);
         if (cfg::IN_KERNEL_DQ && threadIdx.x == 0) p.added[kv_head] = 0;
         for (int i = threadIdx.x; cfg::IN_KERNEL_DQ && i < order.n_blocks; i += THREADS)
             p.written[order.index(i, kv_head)] = 0;
     }
-    const int n_block = assigned_n_block(head % group * p.row_blocks + blockIdx.x, order.n_blocks,
+    const int n_block = assigned_n_block(head % group * p.row_blocks + m_block, order.n_blocks,
                                          static_cast<long long>(group) * p.row_blocks);
     return order.index(n_block, kv_head) < p.zeroed_before;
 }
@@ -136,7 +136,7 @@ __device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seql
                 clear(dq + (static_cast<long long>(seqlen.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(DqElement));
         }
     }
-    if (cfg::ZEROING_CTAS == 0 || init_in_kernel_dq(p, at.sequence, head))
+    if (cfg::ZEROING_CTAS == 0 || init_in_kernel_dq(p, at.sequence, head, at.m_block))
         clear(p.dq_accum + row_block * cfg::DQ_ACCUM_FLOATS, cfg::DQ_ACCUM_FLOATS * sizeof(float));
 }
 
@@ -159,8 +159,9 @@ __device__ __forceinline__ void init_counters(const Params& p) {
 extern "C" __global__ void __launch_bounds__(THREADS, 3) hopper_backward_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_wait();                                // for whatever kernel is before this one on the stream
     griddepcontrol_launch_dependents();                   // which may read the operands before they wait for this one
-    const RowBlock at(p);
-    const int head = blockIdx.y, first = at.m_block * BLOCK_M;
+    const dim3 place = row_block_place();
+    const RowBlock at(p, place);
+    const int head = place.y, first = at.m_block * BLOCK_M;
     const QuerySeqlen seqlen = queries_of(p, at.of_no_sequence() ? 0 : at.sequence, at.range);
     const int q_first = seqlen.q_first, q_length = at.of_no_sequence() ? 0 : seqlen.q_length, batch = seqlen.q_batch;
     const long long row_block = first_row_block(p, seqlen, at.sequence, head) + at.m_block;
@@ -211,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) hopper_backward_preproc
         }
     }
     Score::store_row_gradient<THREADS>(dlogit, [&] {
-        return p.dlogit_partials + (static_cast<long long>(blockIdx.z) * gridDim.x + blockIdx.x) * p.heads + head;
+        return p.dlogit_partials + (static_cast<long long>(place.z) * gridDim.x + place.x) * p.heads + head;
     });
     if constexpr (cfg::UNSEEN_KEYS) {
         clear_unseen_keys(p, p.dk, p.kv_heads * HEAD_DIM);

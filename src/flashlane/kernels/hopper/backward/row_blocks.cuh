@@ -56,6 +56,14 @@ __device__ __forceinline__ long long first_row_block(const Params& p, const Quer
     return row_block;
 }
 
+// The place in the grid of what a CTA of the preprocess or postprocess kernel does. The tiles of dense tensors are
+// taken head after head. So these kernels begin with the last head: the first tiles find the zeros of their heads and
+// dO in the L2 cache, which were written and read last, and the postprocess kernel finds sums that were added last.
+__device__ __forceinline__ dim3 row_block_place() {
+    if constexpr (cfg::VARLEN) return blockIdx;
+    return {gridDim.x - 1 - blockIdx.x, gridDim.y - 1 - blockIdx.y, gridDim.z - 1 - blockIdx.z};
+}
+
 // The m-block of a CTA of the preprocess and postprocess kernels, whose grids have m-blocks, heads and, of dense
 // tensors, sequences. Packed sequences lie along the first axis, each from the m-block on that first_row_block gives:
 // the grid has as many CTAs as there are m-blocks, and not as many for each sequence as for the longest.
@@ -66,10 +74,10 @@ struct RowBlock {
 
     // All lanes of a warp call it.
     template <typename Params>
-    __device__ __forceinline__ explicit RowBlock(const Params& p) : sequence(blockIdx.z), m_block(blockIdx.x) {
+    __device__ __forceinline__ RowBlock(const Params& p, const dim3& place) : sequence(place.z), m_block(place.x) {
         if constexpr (cfg::VARLEN) {
-            sequence = sequences_until(p.seqlen, blockIdx.x) - 1;
-            m_block = sequence < 0 ? 0 : blockIdx.x - first(p.seqlen, sequence);
+            sequence = sequences_until(p.seqlen, place.x) - 1;
+            m_block = sequence < 0 ? 0 : place.x - first(p.seqlen, sequence);
         } else if constexpr (cfg::QUERY_RANGES) {
             range = static_cast<int>(m_block) >= p.first_m_block(1);
             m_block -= p.first_m_block(range);

@@ -45,7 +45,7 @@ __device__ __forceinline__ void combine_row(const CombineParams& p, const ScoreP
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
     sum = Score::sum_with_extra_logit(sum, extra, zero);
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-    if (with_lse && lane == 0 && p.lse != nullptr) p.lse[flat] = sum > 0.f ? (zero + log2f(sum)) * LN_2 : -INF;
+    if (with_lse && lane == 0 && p.lse != nullptr) p.lse[flat] = sum == 0.f ? -INF : (zero + log2f(sum)) * LN_2;
 
     const float* partial =
         p.partial_out + ((static_cast<long long>(batch) * p.rows + row) * p.heads + head) * cfg::HEAD_DIM_V;

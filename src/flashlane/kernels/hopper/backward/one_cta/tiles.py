@@ -10,7 +10,7 @@ from flashlane.kernels.hopper.backward.design_cost import BYTES_OF_A_MICROSECOND
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, steps_of
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.one_cta.config import IN_DS, Dq, OneCtaConfig, PingPong
-from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import worth_it
+from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import in_kernel_dq_of, worth_it
 from flashlane.kernels.hopper.backward.seen_keys import seen_n_blocks
 from flashlane.kernels.hopper.backward.split_q import split_of
 from flashlane.kernels.memory_rate import on_sector
@@ -30,9 +30,10 @@ IDLE_WARPS_REACH = 512
 """Queries that see a tile under a window from which on its steps take as long as two idle warps take for 128 rows of
 dQ: with 384 a launch of their own is 1.02 to 1.11 times as fast, with 428 and 488 1.01 to 1.08 at D 96 and 128, with
 639 it is 0.97 to 1.01 (notebooks 0037 and 0053)."""
-IDLE_WARPS_BLOCKS = 0.027
-"""The same without a window: n-blocks that an m-block sees in the mean, if it sees any, for each column of a head. Of
-fewer a launch of their own is 1.01 to 1.12 times as fast, of more 0.95 to 1.04 (notebook 0053)."""
+IDLE_WARPS_BLOCKS = 0.0205
+"""The same without a window: n-blocks that an m-block sees in the mean, if it sees any, for each column of a head,
+times the part of a launch's tiles whose zeros idle warps write. Of fewer a launch of their own is 0.99 to 1.09 times as
+fast, of more 0.92 to 1.00, and 1.03 in one problem of 30 (notebook 0054)."""
 NARROW_ROWS = ((128, 112, 96), (96,), (96,))
 """Queries of a step of head dims up to 64, by the registers that score modifiers take."""
 NARROW_PING_PONG: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: "until_issued"}
@@ -49,14 +50,27 @@ NARROW_STEP, WIDE_STEP = 20, 20
 STEP_MICROSECONDS = 2.23e-4
 """Of a step of 64 queries above head dim 96, for each column of a head and each query, :data:`WIDE_STEP` more of them
 (notebook 0037)."""
-PEELED_STEP = 0.98
-"""The same with 80 queries and a peeled first step, as a part of it."""
-SAVED_BY_IDLE_WARPS = 0.5
-"""Part of the time of the preprocess and the postprocess kernel that idle warps save, for the choice of a tile."""
+PEELED_STEP = (0.94, 0.99)
+"""The same with 80 queries and a peeled first step, as a part of one of 64 queries with idle warps, which skips hidden
+keys under a mask: without a mask and with one (notebook 0054)."""
+REGISTER_STEP = 1.03
+"""What a step of 64 queries takes whose dQ is added from registers, with no idle warps, next to a peeled one of 80 for
+as many queries (notebook 0054)."""
+PEELED_TILE = 30
+"""What a tile of peeled steps takes besides them next to a tile of those, in queries; it waits for its keys."""
+ENDS_OF_A_LAUNCH, LEAST_ROUNDS = 0.15, 2.5
+"""What a launch of peeled steps takes longer at both ends, in tiles, if it has two rounds of tiles; and rounds from
+which on that was timed."""
+TWO_ROUNDS = 1.75
+"""Rounds of tiles from which on a launch has about two: of 1.2 to 1.6, 64 queries lost up to 5 % (notebook 0054)."""
+SAVED_BY_IDLE_WARPS = 0.35
+"""Part of the time of the preprocess and the postprocess kernel that idle warps save, where they write all zeros
+(notebook 0054)."""
 MAX_REGISTER_ATOMICS = 96
 """Head dims up to which consumers have registers to spare for the time that the atomics to dq_accum take."""
 MAX_SMALL_REGISTER_ATOMICS = 120
-"""The same with 64 queries a step under a causal mask: shared memory then has room for dK and dV (notebook 0025)."""
+"""The same with 64 queries a step under a window: shared memory then has room for dK and dV (notebook 0025). Without a
+window they were faster at any head dim (notebook 0054)."""
 MAX_MIXED = 88
 """Head dims up to which steps of 64 queries, with dQ of two forms and dK and dV stored by TMA, are faster for twice as
 many queries as up to 96, and without a mask too (notebook 0025)."""
@@ -153,7 +167,8 @@ def long_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
 
 def tile_of_few_steps(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     """The tile of head dims above 96 for few steps, with room for the keys of two tiles."""
-    if problem.has_right_only and max(problem.head_dim, problem.head_dim_v) <= MAX_SMALL_REGISTER_ATOMICS:
+    window, largest = problem.window_left >= 0, max(problem.head_dim, problem.head_dim_v)
+    if not window or (problem.has_right_only and largest <= MAX_SMALL_REGISTER_ATOMICS):
         tile = replace(tile, dq="register_atomics")
     return idle_warps_where_worth_it(problem, replace(tile, block_m=64, k_stages=2, ping_pong="until_issued"))
 
@@ -164,18 +179,31 @@ def long_steps_are_faster(problem: AttentionProblem, few: OneCtaConfig) -> bool:
     Both take steps, and what the launches before and after them move, of which idle warps save a part. So it is asked
     of few queries that many keys see, which have long tiles, and of a last step that is nearly empty.
     """
-    idle = few.postprocess == "idle_warps"
-    if few.dq == "register_atomics" and not idle:  # others were not timed, and no windows
-        return False
     columns, sequences = (problem.head_dim + problem.head_dim_v) / 2, problem.batch
-    moved = problem.heads * sequences * problem.seqlen_q * columns * (STATISTICS_BYTES + SUMS_BYTES)
+
+    def queries(block_m: int) -> int:
+        """Of all steps of a head, with what each takes besides them."""
+        return sum(steps_of(problem, block_m, few.block_n)) * (block_m + WIDE_STEP)
 
     def steps(block_m: int) -> float:
-        queries = sum(steps_of(problem, block_m, few.block_n)) * (block_m + WIDE_STEP)
-        return STEP_MICROSECONDS * columns * queries * problem.kv_heads * sequences / SMS
+        """Microseconds of all steps of a launch."""
+        return STEP_MICROSECONDS * columns * queries(block_m) * problem.kv_heads * sequences / SMS
 
-    saved = SAVED_BY_IDLE_WARPS * idle * moved / BYTES_OF_A_MICROSECOND
-    return PEELED_STEP * steps(80) < steps(64) - saved
+    if few.postprocess != "idle_warps":
+        tiles = -(-problem.seqlen_k // few.block_n)
+        rounds = tiles * problem.kv_heads * sequences / SMS
+        ends = ENDS_OF_A_LAUNCH / max(LEAST_ROUNDS, rounds) if rounds > TWO_ROUNDS else 0.0
+        return queries(80) + PEELED_TILE * tiles < (REGISTER_STEP - ends) * queries(64)
+    moved = problem.heads * sequences * problem.seqlen_q * columns * (STATISTICS_BYTES + SUMS_BYTES)
+    saved = SAVED_BY_IDLE_WARPS * in_kernel_part(problem, few) * moved / BYTES_OF_A_MICROSECOND
+    return PEELED_STEP[problem.has_right_only] * steps(80) < steps(64) - saved
+
+
+def in_kernel_part(problem: AttentionProblem, tile: OneCtaConfig) -> float:
+    """The part of a launch's tiles whose zeros idle warps write."""
+    section = heads_per_section(problem, -(-problem.seqlen_k // tile.block_n))
+    found = in_kernel_dq_of(problem, tile.block_n, section, SMS)
+    return 1 - found.zeroed_before / found.tiles
 
 
 def middle_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
@@ -208,8 +236,8 @@ def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> 
     else:
         hidden = max(0, -problem.shift - problem.window_right) if problem.has_right_only else 0  # queries, of any key
         m_blocks = (-(-problem.seqlen_q // tile.block_m) - hidden // tile.block_m) * problem.group
-        blocks = IDLE_WARPS_BLOCKS * max(problem.head_dim, problem.head_dim_v)
-        few = sum(steps_of(problem, tile.block_m, tile.block_n)) < blocks * m_blocks
+        seen = sum(steps_of(problem, tile.block_m, tile.block_n)) * in_kernel_part(problem, tile)
+        few = seen < IDLE_WARPS_BLOCKS * max(problem.head_dim, problem.head_dim_v) * m_blocks
     if few or 2 * len(seen_n_blocks(problem, tile.block_n, tile.block_m)) < n_blocks:
         return replace(tile, dq="register_atomics")
     if worth_it(problem, tile.block_n, heads_per_section(problem, n_blocks), SMS):
