@@ -1,0 +1,71 @@
+"""Which tile a dense backward of few steps gets, held against what was timed (docs/notebook/0054)."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.hopper.backward.one_cta import tiles
+from flashlane.kernels.hopper.backward.select import config_of
+
+ARCHIVE = Path(__file__).parents[3] / "benchmarks" / "archive"
+TITLE = re.compile(r"D(\d+) (full|causal) N(\d+)(?:x(\d+))? B(\d+) H(\d+)(?:/(\d+))?( f16)?")
+
+
+def timed(name: str) -> list[dict[str, Any]]:
+    body = json.loads((ARCHIVE / name).read_text())
+    return [row for key, rows in body.items() if key != "environment" for row in rows]
+
+
+def problem_titled(title: str) -> AttentionProblem:
+    found = TITLE.fullmatch(title)
+    assert found, title
+    head_dim, mask, queries, keys, batch, heads, kv_heads, f16 = found.groups()
+    return AttentionProblem(
+        batch=int(batch), heads=int(heads), kv_heads=int(kv_heads or heads), seqlen_q=int(queries),
+        seqlen_k=int(keys or queries), head_dim=int(head_dim), head_dim_v=int(head_dim),
+        dtype=torch.float16 if f16 else torch.bfloat16, scale=0.1, arch="sm_90a", needs_grad=True,
+        window_right=0 if mask == "causal" else -1,
+    )  # fmt: skip
+
+
+def losses(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Times as long as the fastest candidate the choice of today takes, of problems of few steps where it was timed."""
+    found = {}
+    for row in rows:
+        problem = problem_titled(row["title"])
+        if problem.head_dim > 128 or not tiles.few_steps(problem):
+            continue
+        # Of a configuration that was timed twice, the mean.
+        times: dict[str, list[float]] = {}
+        for name, words in row["config"].items():
+            if name not in ("old1", "old4", "old5"):
+                times.setdefault(words, []).append(row["ms"][name])
+        means = {words: statistics.mean(ms) for words, ms in times.items()}
+        chosen = config_of(problem).describe()
+        if chosen in means and len(means) > 1:
+            found[row["title"]] = means[chosen] / min(means.values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "mean", "worst"),
+    [("backward_few_steps.json", 220, 1.003, 1.05), ("backward_few_steps_unseen.json", 60, 1.003, 1.025)],
+)
+def test_the_choice_loses_little_where_candidates_were_timed(name: str, count: int, mean: float, worst: float) -> None:
+    found = losses(timed(name))
+    assert len(found) >= count
+    assert statistics.geometric_mean(found.values()) < mean, "on the seeds that the constants were fitted to, or unseen"
+    assert max(found.values()) < worst, max(found, key=found.__getitem__)
+
+
+def test_on_unseen_seeds_the_choice_gained() -> None:
+    gains = [row["ms"]["base"] / row["ms"]["new"] for row in timed("backward_few_steps_unseen.json")]
+    assert len(gains) == 63 and 1.02 < statistics.geometric_mean(gains) < 1.03 and min(gains) > 0.975
