@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +70,11 @@ def test_the_choice_loses_little_where_candidates_were_timed(name: str, count: i
 def test_on_unseen_seeds_the_choice_gained() -> None:
     gains = [row["ms"]["base"] / row["ms"]["new"] for row in timed("backward_few_steps_unseen.json")]
     assert len(gains) == 63 and 1.02 < statistics.geometric_mean(gains) < 1.03 and min(gains) > 0.975
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_empty_problems_have_a_tile(head_dim: int, mask: str) -> None:
+    problem = problem_titled(f"D{head_dim} {mask} N700 B2 H4")
+    for changes in ({"seqlen_k": 0}, {"seqlen_q": 0}, {"seqlen_q": 0, "seqlen_k": 0}, {"batch": 0}):
+        assert tiles.pick(replace(problem, **changes)).block_m > 0, changes

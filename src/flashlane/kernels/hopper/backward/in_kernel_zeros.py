@@ -23,7 +23,6 @@ next to 10 operations a key at 500 TFLOP/s. A launch that writes half of the zer
 LEAST_TILES = {1: 8, 2: 4}
 """Tiles of a launch, over those whose zeros the preprocess kernel writes, by the CTAs of a tile: launches of fewer
 gained nothing in five problems of six."""
-
 LEAST_QUERIES = 7
 """Queries of the steps of a tile for each query whose zeros its CTA writes, with one CTA a tile: it writes those of 120
 in 9 µs, with pauses. With 5.3 zeros of the preprocess kernel are 1.02 and 1.04 times as fast, with 6.5 0.99 and 1.00,

@@ -200,10 +200,10 @@ def long_steps_are_faster(problem: AttentionProblem, few: OneCtaConfig) -> bool:
 
 
 def in_kernel_part(problem: AttentionProblem, tile: OneCtaConfig) -> float:
-    """The part of a launch's tiles whose zeros idle warps write."""
+    """The part of a launch's tiles whose zeros idle warps write; 0 of no tiles."""
     section = heads_per_section(problem, -(-problem.seqlen_k // tile.block_n))
     found = in_kernel_dq_of(problem, tile.block_n, section, SMS)
-    return 1 - found.zeroed_before / found.tiles
+    return 1 - found.zeroed_before / found.tiles if found.tiles else 0.0
 
 
 def middle_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
