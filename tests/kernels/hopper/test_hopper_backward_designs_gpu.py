@@ -96,7 +96,7 @@ def always_in_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(in_kernel_dq, "ZEROED_AHEAD", 0)
         patch.setattr(in_kernel_dq, "LAST_ROUNDS", 0)
         patch.setattr(one_cta_tiles, "worth_it", lambda *asked: True)
-        patch.setattr(one_cta_tiles, "IDLE_WARPS_BLOCKS", 0.0)
+        patch.setattr(one_cta_tiles, "IDLE_WARPS_BLOCKS", (0.0, 0.0))
         for module in (one_cta_launch, one_cta_tiles):
             patch.setattr(module, "heads_per_section", lambda *asked: 1)
         patch.setattr(one_cta_launch, "fastest_section", lambda *asked: 1)

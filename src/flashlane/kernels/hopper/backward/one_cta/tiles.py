@@ -30,10 +30,10 @@ IDLE_WARPS_REACH = 512
 """Queries that see a tile under a window from which on its steps take as long as two idle warps take for 128 rows of
 dQ: with 384 a launch of their own is 1.02 to 1.11 times as fast, with 428 and 488 1.01 to 1.08 at D 96 and 128, with
 639 it is 0.97 to 1.01 (notebooks 0037 and 0053)."""
-IDLE_WARPS_BLOCKS = 0.0205
-"""The same without a window: n-blocks that an m-block sees in the mean, if it sees any, for each column of a head,
-times the part of a launch's tiles whose zeros idle warps write. Of fewer a launch of their own is 0.99 to 1.09 times as
-fast, of more 0.92 to 1.00, and 1.03 in one problem of 30 (notebook 0054)."""
+IDLE_WARPS_BLOCKS = (0.0258, 0.0205)
+"""The same without a window: n-blocks that an m-block sees in the mean, if it sees any, for each column of a head; and
+these times the part of a launch's tiles whose zeros idle warps write. Of fewer of either a launch of their own is 0.99
+to 1.09 times as fast, of more 0.92 to 1.00, and 1.03 in one problem of 30 (notebooks 0053 and 0054)."""
 NARROW_ROWS = ((128, 112, 96), (96,), (96,))
 """Queries of a step of head dims up to 64, by the registers that score modifiers take."""
 NARROW_PING_PONG: dict[int, PingPong] = {128: "until_complete", 112: "off", 96: "until_issued"}
@@ -236,8 +236,9 @@ def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> 
     else:
         hidden = max(0, -problem.shift - problem.window_right) if problem.has_right_only else 0  # queries, of any key
         m_blocks = (-(-problem.seqlen_q // tile.block_m) - hidden // tile.block_m) * problem.group
-        seen = sum(steps_of(problem, tile.block_m, tile.block_n)) * in_kernel_part(problem, tile)
-        few = seen < IDLE_WARPS_BLOCKS * max(problem.head_dim, problem.head_dim_v) * m_blocks
+        least, least_of_part = (each * max(problem.head_dim, problem.head_dim_v) for each in IDLE_WARPS_BLOCKS)
+        seen = sum(steps_of(problem, tile.block_m, tile.block_n))
+        few = seen < least * m_blocks or seen * in_kernel_part(problem, tile) < least_of_part * m_blocks
     if few or 2 * len(seen_n_blocks(problem, tile.block_n, tile.block_m)) < n_blocks:
         return replace(tile, dq="register_atomics")
     if worth_it(problem, tile.block_n, heads_per_section(problem, n_blocks), SMS):
