@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from timed_problems import problem_titled
 
-from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.backward.one_cta import tiles
 from flashlane.kernels.hopper.backward.select import config_of
 
 ARCHIVE = Path(__file__).parents[3] / "benchmarks" / "archive"
-TITLE = re.compile(r"D(\d+) (full|causal) N(\d+)(?:x(\d+))? B(\d+) H(\d+)(?:/(\d+))?( f16)?")
 
 
 def timed(name: str) -> list[dict[str, Any]]:
     body = json.loads((ARCHIVE / name).read_text())
     return [row for key, rows in body.items() if key != "environment" for row in rows]
-
-
-def problem_titled(title: str) -> AttentionProblem:
-    found = TITLE.fullmatch(title)
-    assert found, title
-    head_dim, mask, queries, keys, batch, heads, kv_heads, f16 = found.groups()
-    return AttentionProblem(
-        batch=int(batch), heads=int(heads), kv_heads=int(kv_heads or heads), seqlen_q=int(queries),
-        seqlen_k=int(keys or queries), head_dim=int(head_dim), head_dim_v=int(head_dim),
-        dtype=torch.float16 if f16 else torch.bfloat16, scale=0.1, arch="sm_90a", needs_grad=True,
-        window_right=0 if mask == "causal" else -1,
-    )  # fmt: skip
 
 
 def losses(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from timed_problems import problem_titled
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.backward.config import GradientConfig
@@ -94,13 +95,7 @@ def main_loop_rows(*kinds: str) -> list[tuple[AttentionProblem, dict[str, float]
     for row in (
         row for run in json.loads(MAIN_LOOP.read_text())["runs"] for row in run["rows"] if row["kind"] in kinds
     ):
-        sizes = re.fullmatch(r"D(\d+) (full|causal) N(\d+)(?:x(\d+))? B(\d+) H(\d+)(?:/(\d+))?", row["title"])
-        assert sizes, row["title"]
-        head_dim, mask, queries, keys, batch, heads, kv_heads = sizes.groups()
-        dims = dict.fromkeys(("head_dim", "head_dim_v"), int(head_dim))
-        lengths = {"seqlen_q": int(queries), "seqlen_k": int(keys or queries)}
-        heads_of = {"batch": int(batch), "heads": int(heads), "kv_heads": int(kv_heads or heads)}
-        problem = problem_of(**dims, **lengths, **heads_of, window_right=0 if mask == "causal" else -1)
+        problem = problem_titled(row["title"])
         medians = {name: statistics.median(times) for name, times in row["ms"].items()}
         rows.append((problem, {name: medians["base"] / median for name, median in medians.items()}))
     return rows
@@ -126,7 +121,10 @@ def test_few_steps_of_head_dims_up_to_96_have_the_tile_that_was_faster() -> None
 def test_sections_with_idle_warps_are_those_of_the_model() -> None:
     gains = []
     for problem, gain in main_loop_rows("idlec", "idlex", "crossc"):
-        # What the problems had when they were timed; five have another tile since (notebook 0054).
+        # But for one, long steps were faster even without TMA stores and a peeled first step, which gain up to 6 %.
+        if config_of(problem).block_m == 80 and (problem.head_dim, problem.seqlen_q) != (112, 773):
+            assert gain["80 own"] > 1.01, problem.describe()
+        # All had idle warps when they were timed; four have another tile since (notebook 0054).
         tile = OneCtaConfig(problem.dtype_name, problem.head_dim, problem.head_dim, k_stages=2, dq="register_atomics")
         idle = tiles.finished(problem, replace(tile, postprocess="idle_warps", ping_pong="until_issued"))
         section = section_of(problem, idle)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from timed_problems import problem_titled
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.backward import design_cost
@@ -17,7 +17,6 @@ from flashlane.kernels.hopper.backward.kernel import KERNEL
 from flashlane.kernels.hopper.backward.select import DESIGNS, design_of
 
 TIMED = Path(__file__).parents[3] / "benchmarks" / "archive" / "backward_window_choices.json"
-TITLE = r"D(\d+) (full|causal)(?: window (\d+)(?:,(\d+))?)? N(\d+)(?:x(\d+))? B(\d+) H(\d+)(?:/(\d+))?"
 
 
 def rows(*kinds: str) -> list[tuple[AttentionProblem, dict[str, float], dict[str, Any]]]:
@@ -27,17 +26,7 @@ def rows(*kinds: str) -> list[tuple[AttentionProblem, dict[str, float], dict[str
     for row in timed["rows"] + [row for row in timed["second"]["rows"] if "unseen" not in row["kind"]]:
         if row["kind"] not in kinds:
             continue
-        parts = re.match(TITLE, row["title"])
-        assert parts, row["title"]
-        head_dim, mask, left, right, queries, keys, batch, heads, kv_heads = parts.groups()
-        before = -1 if left is None else int(left)
-        after = 0 if mask == "causal" else before if right is None else int(right)
-        problem = AttentionProblem(
-            batch=int(batch), heads=int(heads), kv_heads=int(kv_heads or heads), seqlen_q=int(queries),
-            seqlen_k=int(keys or queries), head_dim=int(head_dim), head_dim_v=int(head_dim), dtype=torch.bfloat16,
-            scale=0.1, window_left=before, window_right=after, varlen="varlen" in row["title"], arch="sm_90a",
-            needs_grad=True,
-        )  # fmt: skip
+        problem = problem_titled(row["title"])
         medians = {name: statistics.median(times) for name, times in row["ms"].items()}
         base = (medians["today"] + medians["today again"]) / 2
         measured.append((problem, {name: base / median for name, median in medians.items()}, row))

@@ -65,4 +65,4 @@ def zeros_are_worth_it(problem: AttentionProblem, in_kernel: InKernelDq, block_m
     if ctas == 1 and queries < LEAST_QUERIES * problem.seqlen_q * problem.group:
         return False
     pairs = queries * block_n / problem.group
-    return pairs <= MOST_KEYS * problem.seqlen_q * (1 - in_kernel.zeroed_before / in_kernel.tiles)
+    return pairs <= MOST_KEYS * problem.seqlen_q * in_kernel.zeroed_part

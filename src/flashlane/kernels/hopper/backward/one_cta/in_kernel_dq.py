@@ -41,6 +41,11 @@ class InKernelDq:
     def tiles(self) -> int:
         return self.heads * self.n_blocks
 
+    @property
+    def zeroed_part(self) -> float:
+        """The part of the tiles whose m-blocks the launch zeroes itself; 0 of no tiles."""
+        return 1 - self.zeroed_before / self.tiles if self.tiles else 0.0
+
 
 OWN_LAUNCHES = InKernelDq()
 """The preprocess kernel zeroes all of dq_accum, and the postprocess kernel writes all of dQ."""

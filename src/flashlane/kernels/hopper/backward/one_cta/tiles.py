@@ -176,8 +176,9 @@ def tile_of_few_steps(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaCo
 def long_steps_are_faster(problem: AttentionProblem, few: OneCtaConfig) -> bool:
     """Whether steps of 80 queries, the first one peeled, are predicted to take less time than the tile of few steps.
 
-    Both take steps, and what the launches before and after them move, of which idle warps save a part. So it is asked
-    of few queries that many keys see, which have long tiles, and of a last step that is nearly empty.
+    Both take steps, and what the launches before and after them move, of which idle warps save a part; without these,
+    peeled steps take longer between tiles and at the ends of a launch. So it is asked of few queries that many keys
+    see, which have long tiles, and of a last step that is nearly empty.
     """
     columns, sequences = (problem.head_dim + problem.head_dim_v) / 2, problem.batch
 
@@ -200,10 +201,9 @@ def long_steps_are_faster(problem: AttentionProblem, few: OneCtaConfig) -> bool:
 
 
 def in_kernel_part(problem: AttentionProblem, tile: OneCtaConfig) -> float:
-    """The part of a launch's tiles whose zeros idle warps write; 0 of no tiles."""
+    """The part of a launch's tiles whose zeros idle warps write."""
     section = heads_per_section(problem, -(-problem.seqlen_k // tile.block_n))
-    found = in_kernel_dq_of(problem, tile.block_n, section, SMS)
-    return 1 - found.zeroed_before / found.tiles if found.tiles else 0.0
+    return in_kernel_dq_of(problem, tile.block_n, section, SMS).zeroed_part
 
 
 def middle_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
