@@ -39,7 +39,7 @@ class Shape:
         dim = f"D{self.head_dim}" + (f"/{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")
         length = f"N{self.seqlen_q}" + (f"x{self.seqlen_k}" if self.seqlen_k != self.seqlen_q else "")
         mask = ("causal" if self.causal else "full") + (f" window {self.window}" if self.window >= 0 else "")
-        mask += f",{self.right}" if self.right not in (0, self.window) else ""
+        mask += f",{self.right}" if not self.causal and self.right != self.window else ""
         more = (" varlen" if self.lengths else "") + (f" {self.dtype}" if self.dtype != "bf16" else "")
         return f"{dim} {mask} {length} B{self.batch} {heads}{more}"
 

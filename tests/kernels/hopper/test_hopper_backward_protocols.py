@@ -95,7 +95,7 @@ class Block:
     tile_full: list[Barrier] = field(default_factory=lambda: stages_of(1))
     tile_empty: list[Barrier] = field(default_factory=lambda: stages_of(2 + 3))
     kv_full: list[Barrier] = field(default_factory=lambda: stages_of(1))
-    kv_empty: Barrier = field(default_factory=lambda: Barrier(2))
+    kv_empty: list[Barrier] = field(default_factory=lambda: [Barrier(2), Barrier(1)])
     full: dict[str, list[Barrier]] = field(default_factory=lambda: {"q": stages_of(1), "do": stages_of(1)})
     empty: dict[str, list[Barrier]] = field(default_factory=lambda: {"q": stages_of(2), "do": stages_of(4)})
     p_full: list[Barrier] = field(default_factory=lambda: stages_of(1))
@@ -103,7 +103,7 @@ class Block:
     ds_empty: list[Barrier] = field(default_factory=lambda: stages_of(4))
     next: int = NO_TILE
     records: list[tuple[int, int]] = field(default_factory=lambda: [(NO_TILE, NO_TILE)] * 2)
-    keys: int = NO_TILE
+    kept: list[int] = field(default_factory=lambda: [NO_TILE] * 2)
     rows: dict[str, list[list[Any]]] = field(default_factory=lambda: {"q": [[0, 0], [0, 0]], "do": [[0, 0], [0, 0]]})
     ds: list[list[Any]] = field(default_factory=lambda: [[0, 0], [0, 0]])
 
@@ -114,11 +114,15 @@ class Cluster:
     Args:
         steps: of each tile.
         kept: uses of dS's stages that a tile's K and V make on their way to registers, as the parities count them.
-        keys_wait: whether K and V wait until those of the tile before are read.
+        k_waits: whether K waits until that of the tile before is read.
+        v_waits: the same of V.
+        v_first: whether the first stage of dS is asked for when V has been released, and not before.
     """
 
-    def __init__(self, steps: Sequence[int], kept: int = 2, keys_wait: bool = True) -> None:
-        self.steps, self.kept, self.keys_wait = steps, kept, keys_wait
+    def __init__(
+        self, steps: Sequence[int], kept: int = 2, k_waits: bool = True, v_waits: bool = True, v_first: bool = True
+    ) -> None:
+        self.steps, self.kept, self.k_waits, self.v_waits, self.v_first = steps, kept, k_waits, v_waits, v_first
         self.blocks = [Block(), Block()]
         self.events: list[Callable[[], None]] = []
         self.taken = 0
@@ -190,20 +194,49 @@ class Cluster:
             if count == NO_TILE:
                 return
             if count > 0:
-                if self.keys_wait:
-                    yield block.kv_empty.wait(full_tiles + 1)
-                for number in NUMBERS:
-                    stage = (parts + number) % 2
-                    yield block.ds_empty[stage].wait((parts + number + self.kept * full_tiles) // 2 + 1)
-                    block.kv_full[number].arrive(1)
-                    self.events.append(partial(self._keys_come, block, number, stage, index))
-                full_tiles, parts = full_tiles + 1, parts + count + 1
+                yield from self.load_keys_of(block, parts, full_tiles, index)
+                full_tiles, parts = full_tiles + 1, parts + count
             block.tile_empty[tile % 2].arrive()
             tile += 1
 
+    def load_keys_of(self, block: Block, parts: int, full_tiles: int, index: int) -> Role:
+        """The halves that stay, and those that go to registers by the next stages of dS."""
+
+        def free(number: int) -> Callable[[], bool]:
+            return block.ds_empty[(parts + number) % 2].wait((parts + number + self.kept * full_tiles) // 2 + 1)
+
+        def stays(number: int) -> None:
+            self.events.append(partial(self._half_comes, block, number, index))
+
+        def passes(number: int) -> None:
+            self.events.append(partial(self._other_half_comes, block, number, (parts + number) % 2, index))
+
+        def k_passes() -> Role:
+            yield free(0)
+            block.kv_full[0].arrive(2)
+            passes(0)
+
+        if not self.v_first:
+            yield from k_passes()
+        if self.v_waits:
+            yield block.kv_empty[1].wait(full_tiles + 1)
+        block.kv_full[1].arrive(2)
+        stays(1)
+        if self.v_first:
+            yield from k_passes()
+        if self.k_waits:
+            yield block.kv_empty[0].wait(full_tiles + 1)
+        stays(0)
+        yield free(1)
+        passes(1)
+
     @staticmethod
-    def _keys_come(block: Block, number: int, stage: int, index: int) -> None:
-        block.keys = index
+    def _half_comes(block: Block, number: int, index: int) -> None:
+        block.kept[number] = index
+        block.kv_full[number].complete()
+
+    @staticmethod
+    def _other_half_comes(block: Block, number: int, stage: int, index: int) -> None:
         block.ds[stage] = [("kept", number, index)] * 2
         block.kv_full[number].complete()
 
@@ -214,14 +247,13 @@ class Cluster:
             if count == NO_TILE:
                 return
             if count > 0:
-                yield from self.begin(block, number, turn + full_tiles, full_tiles, index)
+                yield from self.begin(block, number, turn, full_tiles, index)
                 for step in range(count):
-                    yield from self.step(rank, number, turn, full_tiles, index, step)
+                    yield from self.step(rank, number, turn, full_tiles, index, (step, count))
                     turn += 1
-                used = turn + full_tiles
-                yield from self.make_queries(block, used, ("dS", used), index)
-                block.kv_empty.arrive()
-                self.arrive("ds_empty", used % 2)
+                yield from self.make_queries(block, turn - 1, index)
+                block.kv_empty[0].arrive()
+                self.arrive("ds_empty", (turn - 1) % 2)
                 full_tiles += 1
                 self.summed.append((rank, number, index))
             yield anytime  # dK and dV are stored
@@ -237,54 +269,54 @@ class Cluster:
         return block.ds_empty[use % 2].wait(use // 2 + full_tiles * (self.kept - 1))
 
     def begin(self, block: Block, number: int, used: int, full_tiles: int, index: int) -> Role:
-        for which in NUMBERS:
-            yield block.kv_full[which].wait(full_tiles)
-        assert block.ds[(used + number) % 2][0] == ("kept", number, index)
-        yield anytime
-        assert block.ds[(used + number) % 2][0] == ("kept", number, index)
+        yield block.kv_full[number].wait(full_tiles)
+        for _ in range(2):
+            assert block.ds[(used + number) % 2][0] == ("kept", number, index)
+            yield anytime
         for stage in STAGES:
             self.arrive("ds_empty", stage)
-        if number == 0:
-            block.p_full[used % 2].arrive()  # of no block
-        else:
-            yield self.free(block, used, full_tiles)
-            block.ds[used % 2] = [("zeros", used)] * 2
-            block.ds_full[used % 2].arrive()
 
-    def make_queries(self, block: Block, used: int, what: tuple[str, int], index: int) -> Role:
+    def make_queries(self, block: Block, used: int, index: int) -> Role:
         yield block.ds_full[used % 2].wait(used // 2)
         for _ in range(2):  # before and after others
-            assert block.ds[used % 2] == [what, what] and block.keys == index
+            assert block.ds[used % 2] == [("dS", used)] * 2 and block.kept[0] == index
             yield anytime
 
-    def step(self, rank: int, number: int, turn: int, full_tiles: int, index: int, step: int) -> Role:
-        block, stage, used = self.blocks[rank], turn % 2, turn + full_tiles
-        following = used + 1
+    def step(self, rank: int, number: int, turn: int, full_tiles: int, index: int, of: tuple[int, int]) -> Role:
+        block, stage = self.blocks[rank], turn % 2
+        step, count = of
         expected = [(index, step)] * 2
 
         def rows(name: str) -> Role:
             yield block.full[name][stage].wait(turn // 2)
-            assert block.rows[name][stage] == expected and block.keys == index
+            assert block.rows[name][stage] == expected
             yield anytime
             assert block.rows[name][stage] == expected
 
         if number == 0:
             yield from rows("q")
-            yield self.free(block, following, full_tiles)
-            block.ds[following % 2][rank] = ("P", following)
-            block.p_full[following % 2].arrive()
+            assert block.kept[0] == index
+            yield self.free(block, turn, full_tiles)
+            block.ds[stage][rank] = ("P", turn)
+            block.p_full[stage].arrive()
             yield from rows("do")
         else:
             yield from rows("do")
-            yield block.p_full[following % 2].wait(following // 2)
-            assert block.ds[following % 2][rank] == ("P", following)
-            block.ds[following % 2][rank] = ("dS", following)
-            block.ds_full[following % 2].arrive(1)
-            self.events.append(partial(self._ds_comes, self.blocks[1 - rank], following, rank))
+            assert block.kept[1] == index
+            yield block.p_full[stage].wait(turn // 2)
+            if step + 1 == count:
+                block.kv_empty[1].arrive()
+            assert block.ds[stage][rank] == ("P", turn)
+            block.ds[stage][rank] = ("dS", turn)
+            block.ds_full[stage].arrive(1)
+            self.events.append(partial(self._ds_comes, self.blocks[1 - rank], turn, rank))
             self.arrive_row("do", stage)
             yield from rows("q")
-        yield from self.make_queries(block, used, ("zeros" if step == 0 else "dS", used), index)
-        self.arrive("ds_empty", used % 2)
+        if step > 0:
+            yield from self.make_queries(block, turn - 1, index)
+            self.arrive("ds_empty", (turn - 1) % 2)
+        elif number == 1:
+            yield block.kv_full[0].wait(full_tiles)
         name = ("do", "q")[number]
         assert block.rows[name][stage] == expected
         self.arrive_row(name, stage)
@@ -311,7 +343,9 @@ def test_a_cluster_takes_tile_after_tile(steps: list[int], seed: int) -> None:
     assert sorted(cluster.summed) == [(rank, number, tile) for rank in RANKS for number in NUMBERS for tile in full]
 
 
-@pytest.mark.parametrize("fault", [{"kept": 1}, {"kept": 3}, {"keys_wait": False}], ids=str)
+@pytest.mark.parametrize(
+    "fault", [{"kept": 1}, {"kept": 3}, {"k_waits": False}, {"v_waits": False}, {"v_first": False}], ids=str
+)
 def test_the_cluster_without_one_of_its_rules_is_found_out(fault: dict[str, Any]) -> None:
     for seed in range(300):
         cluster = Cluster([3, 1, 0, 2, 4], **fault)

@@ -49,9 +49,10 @@ def test_compiles_as_the_schedule_needs(what: TwoCtaConfig) -> None:
     report = compiled.report
     assert report.registers == LAUNCH_REGISTERS[CONSUMERS]
     # Neither spills nor C75xx: wgmma serialised, or setmaxnreg ignored. The formula of shared memory is asserted there.
-    # The warp that also zeroes spills, once a tile.
-    zeros = what.in_kernel_zeros
-    assert report.spills <= 160 * zeros and not [line for line in report.warnings if "spill" not in line or not zeros]
+    # The warp that also zeroes spills, and at D 256 consumers that combine splits, both once a tile.
+    may_spill = what.in_kernel_zeros or (what.split_q and what.head_dim > 240)
+    assert report.spills <= 160 * what.in_kernel_zeros + 24 * what.split_q * may_spill
+    assert not [line for line in report.warnings if "spill" not in line or not may_spill]
     assert what.shared_memory + report.static_shared <= jit.shared_limit(ARCH)
     text = jit.disassemble(compiled.cubin)
     if text is None:
@@ -62,6 +63,7 @@ def test_compiles_as_the_schedule_needs(what: TwoCtaConfig) -> None:
     loops = [loop for loop in steady_loops(text) if any(op.startswith("REDG") for op in loop)]
     found = [sum(op.startswith("HGMMA") for op in loop) for loop in loops]
     assert sorted(count for count in found if count) == products
+    assert not [op for loop in loops for op in loop if op.startswith(("LDL", "STL"))]
 
 
 def test_the_last_kernel_compiles() -> None:

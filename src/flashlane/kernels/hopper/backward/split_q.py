@@ -35,8 +35,8 @@ MAX_SPLITS, MAX_SPLITS_OF_PACKED = 8, 4
 """Parts of a tile."""
 START, WAIT, ADD = 2.0, 1.5, 1.0
 """Steps that it takes to begin and end a split, to wait for the other splits, and to add what one of them made."""
-CLUSTER_START = 3.6
-"""The same as :data:`START` for clusters: 7.1 µs at D 192 (``design_cost.py``)."""
+CLUSTER_START = 3.4
+"""The same as :data:`START` for clusters: 6.6 µs at D 192 (``design_cost.py``)."""
 LEAST_SAVING, LEAST_OF_MASKED = 0.01, 0.03
 """Least part of a launch's time that splitting must save, without a mask and with one, where tiles are of unlike
 length. Kernels with splits take up to 1.2 % longer where nothing is split (notebook 0027)."""

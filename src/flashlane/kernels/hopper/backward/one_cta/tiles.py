@@ -46,9 +46,9 @@ OWN_LOOPS_REACH = 1000
 """Queries that see a tile under a window, of all heads of its group, from which on two loops were faster: by up to 8 %
 in 13 problems, and with fewer slower by up to 1.5 % in seven (notebook 0040)."""
 NARROW_STEP, WIDE_STEP = 20, 20
-"""What a step takes besides its queries, in queries, of head dims up to 64 and above 96 (notebook 0016)."""
+"""What a step takes besides its queries, in queries, of head dims up to 64 and above (notebook 0016)."""
 STEP_MICROSECONDS = 2.23e-4
-"""Of a step of 64 queries above head dim 96, for each column of a head and each query, :data:`WIDE_STEP` more of them
+"""Of a step of 64 queries above head dim 64, for each column of a head and each query, :data:`WIDE_STEP` more of them
 (notebook 0037)."""
 PEELED_STEP = (0.94, 0.99)
 """The same with 80 queries and a peeled first step, as a part of one of 64 queries with idle warps, which skips hidden
@@ -72,8 +72,19 @@ MAX_SMALL_REGISTER_ATOMICS = 120
 """The same with 64 queries a step under a window: shared memory then has room for dK and dV (notebook 0025). Without a
 window they were faster at any head dim (notebook 0054)."""
 MAX_MIXED = 88
-"""Head dims up to which steps of 64 queries, with dQ of two forms and dK and dV stored by TMA, are faster for twice as
-many queries as up to 96, and without a mask too (notebook 0025)."""
+"""Head dims up to which steps of 64 queries, with dQ of two forms and dK and dV stored by TMA, are faster for packed
+sequences of twice as many queries as up to 96, and without a mask too (notebook 0025)."""
+MIDDLE_PEELED_STEP, PADDING = (0.97, 1.006), 0.4
+"""Of head dims 72 to 96: what a step of 96 queries takes as a part of one of 64 with idle warps, for as many queries
+with :data:`WIDE_STEP`, without a mask and with one; and the part of the time of padded products that it takes longer.
+These and the next three fit 210 timed problems (notebook 0055)."""
+MIDDLE_PEELED_TILE = 35
+"""What a tile of these steps takes besides them next to a tile of 64 queries a step, in queries."""
+MIDDLE_REGISTER_STEP = 0.986
+"""What a step of 64 queries takes with no idle warps, next to one with them."""
+MIDDLE_SAVED = (0.45, 0.22)
+"""Part of the time of the preprocess and the postprocess kernel that idle warps save, where they write all zeros: of
+rows of dQ that do not start on a sector, and of others."""
 
 
 def pick(problem: AttentionProblem) -> OneCtaConfig:
@@ -180,24 +191,31 @@ def long_steps_are_faster(problem: AttentionProblem, few: OneCtaConfig) -> bool:
     peeled steps take longer between tiles and at the ends of a launch. So it is asked of few queries that many keys
     see, which have long tiles, and of a last step that is nearly empty.
     """
-    columns, sequences = (problem.head_dim + problem.head_dim_v) / 2, problem.batch
-
-    def queries(block_m: int) -> int:
-        """Of all steps of a head, with what each takes besides them."""
-        return sum(steps_of(problem, block_m, few.block_n)) * (block_m + WIDE_STEP)
-
-    def steps(block_m: int) -> float:
-        """Microseconds of all steps of a launch."""
-        return STEP_MICROSECONDS * columns * queries(block_m) * problem.kv_heads * sequences / SMS
-
+    steps = {block_m: step_microseconds(problem, block_m, few.block_n) for block_m in (64, 80)}
     if few.postprocess != "idle_warps":
         tiles = -(-problem.seqlen_k // few.block_n)
-        rounds = tiles * problem.kv_heads * sequences / SMS
+        rounds = tiles * problem.kv_heads * problem.batch / SMS
         ends = ENDS_OF_A_LAUNCH / max(LEAST_ROUNDS, rounds) if rounds > TWO_ROUNDS else 0.0
-        return queries(80) + PEELED_TILE * tiles < (REGISTER_STEP - ends) * queries(64)
-    moved = problem.heads * sequences * problem.seqlen_q * columns * (STATISTICS_BYTES + SUMS_BYTES)
-    saved = SAVED_BY_IDLE_WARPS * in_kernel_part(problem, few) * moved / BYTES_OF_A_MICROSECOND
-    return PEELED_STEP[problem.has_right_only] * steps(80) < steps(64) - saved
+        return steps[80] + microseconds_of(problem, PEELED_TILE * tiles) < (REGISTER_STEP - ends) * steps[64]
+    saved = SAVED_BY_IDLE_WARPS * in_kernel_part(problem, few) * microseconds_around(problem)
+    return PEELED_STEP[problem.has_right_only] * steps[80] < steps[64] - saved
+
+
+def microseconds_of(problem: AttentionProblem, queries: float) -> float:
+    """Microseconds of steps of so many queries, those of a key/value head, in all heads of a launch."""
+    columns = (problem.head_dim + problem.head_dim_v) / 2
+    return STEP_MICROSECONDS * columns * queries * problem.kv_heads * problem.batch / SMS
+
+
+def step_microseconds(problem: AttentionProblem, block_m: int, block_n: int) -> float:
+    """Microseconds of all steps of a launch, with what each takes besides its queries."""
+    return microseconds_of(problem, sum(steps_of(problem, block_m, block_n)) * (block_m + WIDE_STEP))
+
+
+def microseconds_around(problem: AttentionProblem) -> float:
+    """Microseconds of the launches before and after the gradients', by what they move."""
+    elements = problem.heads * problem.batch * problem.seqlen_q * (problem.head_dim + problem.head_dim_v) / 2
+    return elements * (STATISTICS_BYTES + SUMS_BYTES) / BYTES_OF_A_MICROSECOND
 
 
 def in_kernel_part(problem: AttentionProblem, tile: OneCtaConfig) -> float:
@@ -208,21 +226,43 @@ def in_kernel_part(problem: AttentionProblem, tile: OneCtaConfig) -> float:
 
 def middle_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     """The tile of head dims 72 to 96 without score modifiers."""
-    window, causal = problem.window_left >= 0, problem.has_right_only
+    small = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
+    large = replace(tile, block_m=96)
+    if not problem.varlen:
+        # Windows are faster with it however many queries see a tile (notebook 0043).
+        windowed = problem.window_left >= 0
+        return idle_warps_where_worth_it(problem, small) if windowed else fastest_middle_tile(problem, large, small)
     mixed = max(problem.head_dim, problem.head_dim_v) <= MAX_MIXED
-    few = few_steps(problem, 2 * FEW_STEPS if causal and mixed else FEW_STEPS) and (window or causal or mixed)
-    few = few or (window and not problem.varlen)  # however many queries see a tile (notebook 0043)
-    if window and not few and reach_of(problem) <= FEW_STEPS:  # of each query head
-        return replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
-    # Hardly any tile is cut by both sides of a window.
-    rows = 64 if few else least_work(problem, tile, (96, 64), WIDE_STEP) if causal and not problem.varlen else 96
-    tile = replace(tile, block_m=rows)
-    if not few and not (mixed and rows == 64):
-        return tile
-    tile = replace(tile, k_stages=2, ping_pong="until_issued")
-    # Rows of dQ that are off the sector take longest to be written in a launch of their own.
-    slow = not on_sector(problem.dtype, problem.head_dim)
-    return idle_warps_where_worth_it(problem, tile) if window or slow else tile
+    if problem.window_left >= 0:  # of each query head
+        return small if few_steps(problem) or reach_of(problem) <= FEW_STEPS else large
+    few = few_steps(problem, 2 * FEW_STEPS if problem.has_right_only and mixed else FEW_STEPS)
+    return small if few and (problem.has_right_only or mixed) else large
+
+
+def fastest_middle_tile(problem: AttentionProblem, large: OneCtaConfig, small: OneCtaConfig) -> OneCtaConfig:
+    """The one of three tiles that is predicted to take least time (notebook 0055).
+
+    Args:
+        problem: of dense tensors without a window, and head dims 72 to 96.
+        large: of 96 queries a step, the first one peeled.
+        small: of 64 queries a step, with room for the keys of two tiles; dQ by idle warps is the third one.
+    """
+    largest = max(problem.head_dim, problem.head_dim_v)
+    around, steps = microseconds_around(problem), step_microseconds(problem, small.block_m, small.block_n)
+    # Products of dQ transposed have rows of zeros for the columns that 128 has more.
+    padded = MIDDLE_PEELED_STEP[problem.has_right_only] * (1 + PADDING * (128 - largest) / (5 * largest))
+    tiles = -(-problem.seqlen_k // large.block_n)
+    times = {
+        large: padded * step_microseconds(problem, large.block_m, large.block_n)
+        + microseconds_of(problem, MIDDLE_PEELED_TILE * tiles)
+        + around,
+        small: MIDDLE_REGISTER_STEP * steps + around,
+    }
+    idle = idle_warps_where_worth_it(problem, small)
+    if idle.postprocess == "idle_warps":
+        saved = MIDDLE_SAVED[on_sector(problem.dtype, problem.head_dim)] * in_kernel_part(problem, small)
+        times[idle] = steps + (1 - saved) * around
+    return min(times, key=times.__getitem__)
 
 
 def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:

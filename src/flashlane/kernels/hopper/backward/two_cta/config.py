@@ -85,7 +85,7 @@ class TwoCtaConfig(GradientConfig):
             "statistics": stages * m * 4,
             "records": TILE_STAGES * (TILE_BYTES + SPLIT_BYTES * self.split_q) + STEP_BYTES * stages,
             # The next tile's index and its barriers, then the barriers of tiles, of K and V, of steps, of P and dS.
-            "barriers": 8 * (4 + 2 * TILE_STAGES + 3 + 2 * stages + 3 * DS_STAGES),
+            "barriers": 8 * (4 + 2 * TILE_STAGES + 4 + 2 * stages + 3 * DS_STAGES),
         }
 
     @property
@@ -109,7 +109,12 @@ class TwoCtaConfig(GradientConfig):
             "SPLIT_Q": self.split_q,
             "TMA_STORES": self.stores_by_tma,
         }
-        return (self.gradient_source("two_cta/kernel", columns, REGISTERS, n_inner=quarters, **constants),)
+        rs_first = (self.head_dim, self.head_dim_v)
+        return (
+            self.gradient_source(
+                "two_cta/kernel", columns, REGISTERS, n_inner=quarters, rs_first=rs_first, **constants
+            ),
+        )
 
 
 def refusal(problem: AttentionProblem) -> str | None:

@@ -11,8 +11,10 @@ struct Consumer {
     const u32 base;
     const int rank, warp, lane;
     u32 steps_done = 0, tiles = 0, full_tiles = 0;        // counts so far; a full tile has steps
-    int row_block_before = -1;                            // m-block of dq_accum whose dS has stage ds_read(); −1: none
+    int row_block_before;                                 // m-block of dq_accum whose dS has stage ds_read()
     static constexpr int COLUMNS = 16 * (NUMBER ? KQuarters::SECOND : KQuarters::FIRST);  // of dQ
+    // Groups of 8 columns of the last quarter that are past dQ's end.
+    static constexpr int PAST_GROUPS = NUMBER ? 2 * (CTAS * KQuarters::STEPS - FRAGMENTS) : 0;
     float dq[COLUMNS / 2];
 
     __device__ __forceinline__ Consumer(const Params& params, u32 address, int cta, int own_warp)
@@ -27,12 +29,12 @@ struct Consumer {
         return PipelineStateAt<DO_STAGES>(steps_done);
     }
     // The stages of dS. A step writes P and dS to ds_written(), and computes dQ from ds_read(), which the step before
-    // wrote. The first step of a tile reads a stage of zeros, which belongs to no m-block.
+    // wrote. The first step of a tile computes none.
     __device__ __forceinline__ PipelineStateAt<DS_STAGES> ds_written() const {
-        return PipelineStateAt<DS_STAGES>(steps_done + full_tiles + 1);
+        return PipelineStateAt<DS_STAGES>(steps_done);
     }
     __device__ __forceinline__ PipelineStateAt<DS_STAGES> ds_read() const {
-        return PipelineStateAt<DS_STAGES>(steps_done + full_tiles);
+        return PipelineStateAt<DS_STAGES>(steps_done - 1);
     }
     // Waits until a stage of dS is free in both CTAs. Each stage has one more use in a tile: K and V pass through
     // them to registers.
@@ -90,17 +92,15 @@ struct Consumer {
         }
         wgmma_commit();
     }
-    // Adds dQ to dq_accum from registers, and releases its stage of dS. The first dQ of a tile belongs to no m-block
-    // and is dropped.
+    // Adds dQ to dq_accum from registers, and releases its stage of dS.
     __device__ __forceinline__ void add_dq() {
         arrive_both(SMEM(ds_empty), ds_read().index);
-        if (row_block_before < 0) return;
         const int first = KQuarters::column(rank, NUMBER) / 8;
         float* const sums = p.dq_accum + static_cast<long long>(row_block_before) * DQ_ACCUM_FLOATS +
                             first * GROUP_FLOATS + warp * 128 + lane * 4;
 #pragma unroll
         for (int i = 0; i < COLUMNS / 8; ++i)
-            if (HEAD_DIM % 32 == 0 || first + i < 2 * FRAGMENTS)
+            if (i < COLUMNS / 8 - PAST_GROUPS || rank == 0)
                 global_add(sums + i * GROUP_FLOATS, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
 
@@ -108,21 +108,18 @@ struct Consumer {
 
     // Steps of the next tile, or NO_TILE.
     __device__ __forceinline__ int next_tile() const { return uniform(wait_tile(base, tiles)); }
-    // Waits for K and V, loads the halves that go to registers, and releases their memory, which becomes the
-    // stages of dS.
+    // Waits for K or V, loads the half that goes to registers, and releases its memory, which becomes a stage of dS.
     template <typename QUARTERS>
-    __device__ __forceinline__ void begin_steps(KeyOperand<QUARTERS>& keys) {
-        mbarrier_wait(SMEM(k_full), full_tiles % 2);
-        mbarrier_wait(SMEM(v_full), full_tiles % 2);
-        keys.load_registers(SMEM(ds) + (steps_done + full_tiles + NUMBER) % DS_STAGES * DS_BYTES, warp, lane);
+    __device__ __forceinline__ void begin_steps(KeyOperand<QUARTERS>& keys, u32 full) {
+        mbarrier_wait(full, full_tiles % 2);
+        keys.load_registers(SMEM(ds) + (steps_done + NUMBER) % DS_STAGES * DS_BYTES, warp, lane);
         for (int i = 0; i < DS_STAGES; ++i) arrive_both(SMEM(ds_empty), i);
-        row_block_before = -1;
     }
-    // Computes dQ of the last step, and releases K and V.
+    // Computes dQ of the last step, and releases K.
     __device__ __forceinline__ void end_steps() {
         gemm_dq();
         wgmma_wait<0>(dq);
-        arrive(SMEM(kv_empty), 0);
+        arrive(SMEM(k_empty), 0);
         add_dq();
         ++full_tiles;
     }

@@ -32,10 +32,10 @@ __device__ __forceinline__ void init_barriers(u32 base) {
     for (int i = 0; i < TILE_STAGES; ++i)
         mbarrier_init(barrier_of(SMEM(tile_full), i), 1),
             mbarrier_init(barrier_of(SMEM(tile_empty), i), 8 * WARP_ARRIVALS + PRODUCERS);
-    mbarrier_init(SMEM(k_full), 1), mbarrier_init(SMEM(v_full), 1);
-    mbarrier_init(SMEM(kv_empty), 8 * WARP_ARRIVALS);
-    // Each warp arrives once: the warps of DkConsumer on q_empty and of DvConsumer on p_full, those of both on the
-    // others; and those of both CTAs where both CTAs fill the stage.
+    // Each warp arrives once: the warps of DkConsumer on v_empty and q_empty and of DvConsumer on p_full, those of both
+    // on the others; and those of both CTAs where both CTAs fill the stage.
+    mbarrier_init(SMEM(k_full), 1), mbarrier_init(SMEM(k_empty), 8 * WARP_ARRIVALS);
+    mbarrier_init(SMEM(v_full), 1), mbarrier_init(SMEM(v_empty), 4 * WARP_ARRIVALS);
     for (int i = 0; i < Q_STAGES; ++i)
         mbarrier_init(barrier_of(SMEM(q_full), i), 1),
             mbarrier_init(barrier_of(SMEM(q_empty), i), 4 * CTAS * WARP_ARRIVALS);

@@ -18,7 +18,7 @@ struct KeyOperand {
         return column / CHUNK_COLUMNS * ROWS_CHUNK + column % CHUNK_COLUMNS * 2;
     }
     static __device__ __forceinline__ int rows_offset(int half, int i) {
-        return (column_offset(0, i) + half * (column_offset(1, i) - column_offset(0, i))) / 16;
+        return column_offset(0, i) / 16 + half * ((column_offset(1, i) - column_offset(0, i)) / 16);
     }
 
     __device__ __forceinline__ void load_registers(u32 tile, int warp, int lane) {

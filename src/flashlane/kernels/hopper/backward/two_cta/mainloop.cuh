@@ -19,32 +19,15 @@ struct DvConsumer : Consumer<0> {
 
     __device__ __forceinline__ void run_tile(int count) {
         float dv[HEAD_DIM_V / 2];
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM_V / 2; ++i) dv[i] = 0.f;
         if (count > 0) {
             KeyOperand<KQuarters> k;
-            begin_steps(k);
-            arrive(SMEM(p_full), ds_read().index);         // for the stage of zeros: the phase counts stages of dS
+            begin_steps(k, SMEM(k_full));
+            run_step<true>(k, dv);
 #pragma unroll 1
-            do {
-                float s[BLOCK_M / 2];
-                u32 probabilities[BLOCK_M / 4];
-                const u32 q = q_tile(), dout = do_tile();
-                wait_q();
-                const StepRecord step = record_at<StepRecord>(SMEM(q_step) + STEP_RECORD_BYTES * q_state().index);
-                k.gemm(s, SMEM(k) + rank * KEYS_CHUNK, CTAS * KEYS_CHUNK, q, rank);         // gemm_qk
-                wgmma_wait<0>(s);
-                make_probabilities(s, probabilities, step);  // its arrival lets the other consumer release Q and LSE
-                wait_do();
-                gemm_dq();
-                gemm_rs<HEAD_DIM_V, BLOCK_M>(dv, probabilities, dout);                      // gemm_dv
-                wgmma_wait<1>(dq);
-                add_dq();
-                row_block_before = step.row_block;
-                wgmma_wait<0>(dv);
-                arrive_both(SMEM(do_empty), do_state().index);
-            } while (++steps_done, --count > 0);
+            while (--count > 0) run_step<false>(k, dv);
             end_steps();
+        } else {
+            zero_accumulator(dv);
         }
         if (!combine_splits<HEAD_DIM_V>(dv)) return;
         if constexpr (cfg::TMA_STORES) {
@@ -52,6 +35,31 @@ struct DvConsumer : Consumer<0> {
         } else {
             store_keys_gradient<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
         }
+    }
+
+    template <bool FIRST>
+    __device__ __forceinline__ void run_step(const KeyOperand<KQuarters>& k, float (&dv)[HEAD_DIM_V / 2]) {
+        float s[BLOCK_M / 2];
+        u32 probabilities[BLOCK_M / 4];
+        const u32 q = q_tile(), dout = do_tile();
+        wait_q();
+        const StepRecord step = record_at<StepRecord>(SMEM(q_step) + STEP_RECORD_BYTES * q_state().index);
+        k.gemm(s, SMEM(k) + rank * KEYS_CHUNK, CTAS * KEYS_CHUNK, q, rank);                 // gemm_qk
+        wgmma_wait<0>(s);
+        make_probabilities(s, probabilities, step);       // its arrival lets the other consumer release Q and LSE
+        wait_do();
+        if constexpr (FIRST) {
+            gemm_rs_first<HEAD_DIM_V, BLOCK_M>(dv, probabilities, dout);                    // gemm_dv
+        } else {
+            gemm_dq();
+            gemm_rs<HEAD_DIM_V, BLOCK_M>(dv, probabilities, dout);
+            wgmma_wait<1>(dq);
+            add_dq();
+        }
+        row_block_before = step.row_block;
+        wgmma_wait<0>(dv);
+        arrive_both(SMEM(do_empty), do_state().index);
+        ++steps_done;
     }
 
     // This thread's first key and first query of a step. They are looked up at each use: registers that held
@@ -118,34 +126,15 @@ struct DkConsumer : Consumer<1> {
 
     __device__ __forceinline__ void run_tile(int count) {
         float dk[HEAD_DIM / 2];
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = 0.f;
         if (count > 0) {
             KeyOperand<VQuarters> v;
-            begin_steps(v);
-            first_ds();
+            begin_steps(v, SMEM(v_full));
+            run_step<true>(v, dk, count == 1);
 #pragma unroll 1
-            do {
-                float dp[BLOCK_M / 2];
-                u32 ds[BLOCK_M / 4];
-                const u32 q = q_tile(), dout = do_tile();
-                wait_do();
-                const StepRecord step = record_at<StepRecord>(SMEM(do_step) + STEP_RECORD_BYTES * do_state().index);
-                v.gemm(dp, SMEM(v), KEYS_CHUNK, dout, rank);                                // gemm_dp
-                load_probabilities(ds);
-                wgmma_wait<0>(dp);
-                make_ds(dp, ds);
-                arrive_both(SMEM(do_empty), do_state().index);
-                wait_q();
-                gemm_dq();
-                gemm_rs<HEAD_DIM, BLOCK_M>(dk, ds, q);                                      // gemm_dk
-                wgmma_wait<1>(dq);
-                add_dq();
-                row_block_before = step.row_block;
-                wgmma_wait<0>(dk);
-                arrive_both(SMEM(q_empty), q_state().index);
-            } while (++steps_done, --count > 0);
+            while (--count > 0) run_step<false>(v, dk, count == 1);
             end_steps();
+        } else {
+            zero_accumulator(dk);
         }
         if (!combine_splits<HEAD_DIM>(dk)) return;
         if constexpr (cfg::TMA_STORES) {
@@ -155,15 +144,33 @@ struct DkConsumer : Consumer<1> {
         }
     }
 
-    // The dS that the first step reads is zeros and belongs to no m-block, so that the loop has no special first step.
-    __device__ __forceinline__ void first_ds() {
-        wait_free(ds_read());
-        const u32 zeros = SMEM(ds) + ds_read().index * DS_BYTES;
-        for (int i = threadIdx.x % WARPGROUP; i < DS_BYTES / 16; i += WARPGROUP)
-            store_shared(zeros + i * 16, make_uint4(0, 0, 0, 0));
-        fence_proxy_async();
-        named_barrier_sync(WARPGROUP_BARRIER + 1, WARPGROUP);
-        if (threadIdx.x % WARPGROUP == 0) mbarrier_arrive(barrier_of(SMEM(ds_full), ds_read().index));
+    template <bool FIRST>
+    __device__ __forceinline__ void run_step(const KeyOperand<VQuarters>& v, float (&dk)[HEAD_DIM / 2], bool last) {
+        float dp[BLOCK_M / 2];
+        u32 ds[BLOCK_M / 4];
+        const u32 q = q_tile(), dout = do_tile();
+        wait_do();
+        const StepRecord step = record_at<StepRecord>(SMEM(do_step) + STEP_RECORD_BYTES * do_state().index);
+        v.gemm(dp, SMEM(v), KEYS_CHUNK, dout, rank);                                        // gemm_dp
+        load_probabilities(ds);
+        wgmma_wait<0>(dp);
+        if (last) arrive(SMEM(v_empty), 0);
+        make_ds(dp, ds);
+        arrive_both(SMEM(do_empty), do_state().index);
+        wait_q();
+        if constexpr (FIRST) {
+            gemm_rs_first<HEAD_DIM, BLOCK_M>(dk, ds, q);                                    // gemm_dk
+            mbarrier_wait(SMEM(k_full), full_tiles % 2);  // for dQ
+        } else {
+            gemm_dq();
+            gemm_rs<HEAD_DIM, BLOCK_M>(dk, ds, q);
+            wgmma_wait<1>(dq);
+            add_dq();
+        }
+        row_block_before = step.row_block;
+        wgmma_wait<0>(dk);
+        arrive_both(SMEM(q_empty), q_state().index);
+        ++steps_done;
     }
     __device__ __forceinline__ void load_probabilities(u32 (&words)[BLOCK_M / 4]) const {
         mbarrier_wait(barrier_of(SMEM(p_full), ds_written().index), ds_written().phase);

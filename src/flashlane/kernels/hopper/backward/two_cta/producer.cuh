@@ -145,7 +145,7 @@ struct KeysProducer {
         for (u32 tile = 0;; ++tile) {
             const int steps = wait_tile(base, tile);
             if (steps == NO_TILE) return;
-            if (steps > 0) load(tile), ++full_tiles, ds_count += steps + 1;
+            if (steps > 0) load(tile), ++full_tiles, ds_count += steps;
             mbarrier_arrive(barrier_of(SMEM(tile_empty), tile % TILE_STAGES));
         }
     }
@@ -164,7 +164,7 @@ struct KeysProducer {
             if constexpr (cfg::SPLIT_Q) zeroes = split_record(base, tile).begin == 0;
             if (steps > 0) {
                 if (first) blocks.wait_for_zeros(head), load(tile);
-                ++full_tiles, ds_count += steps + 1;
+                ++full_tiles, ds_count += steps;
             }
             wait_for_load(head | n_block | zeroes);
             __syncwarp();
@@ -177,29 +177,34 @@ struct KeysProducer {
         }
     }
     __device__ __forceinline__ void load(u32 tile) const {
-        const OwnerRecord owner = owner_record(base, tile);
-        const KeysRecord keys = keys_record(base, tile);
-        const SequenceRows rows = key_rows(keys, owner);
-        const int own_row = keys.first, row = own_row - rank * KEYS, head = owner.kv_head;
-        const u32 k_full = SMEM(k_full), v_full = SMEM(v_full);
-        mbarrier_wait(SMEM(kv_empty), full_tiles % 2 ^ 1);
+        const u32 k_full = SMEM(k_full), v_full = SMEM(v_full), phase = full_tiles % 2 ^ 1;
+        // In the order in which the tile before releases its memory. V comes first: when it is released, each stage of
+        // dS is at most one use behind, which is as far as a parity tells.
+        mbarrier_wait(SMEM(v_empty), phase);
+        mbarrier_arrive_expect_tx(v_full, V_BYTES + IN_REGISTERS_BYTES);
+        load_half<VQuarters>(tile, SMEM(v), KEYS_CHUNK, p.v, v_full, rank, rank);
         wait_stage(ds_count);
         mbarrier_arrive_expect_tx(k_full, K_BYTES + IN_REGISTERS_BYTES);
+        load_half<KQuarters>(tile, ds_stage(ds_count), KEYS_CHUNK, p.k, k_full, 1 - rank, rank);
+        mbarrier_wait(SMEM(k_empty), phase);
+#pragma unroll 1
         for (int i = 0; i < CTAS; ++i)
-            load_half<KQuarters>(SMEM(k) + i * KEYS_CHUNK, CTAS * KEYS_CHUNK, p.k, k_full, rank, row + i * KEYS, head,
-                                 rows);
-        load_half<KQuarters>(ds_stage(ds_count), KEYS_CHUNK, p.k, k_full, 1 - rank, own_row, head, rows);
+            load_half<KQuarters>(tile, SMEM(k) + i * KEYS_CHUNK, CTAS * KEYS_CHUNK, p.k, k_full, rank, i);
         wait_stage(ds_count + 1);
-        mbarrier_arrive_expect_tx(v_full, V_BYTES + IN_REGISTERS_BYTES);
-        load_half<VQuarters>(SMEM(v), KEYS_CHUNK, p.v, v_full, rank, own_row, head, rows);
-        load_half<VQuarters>(ds_stage(ds_count + 1), KEYS_CHUNK, p.v, v_full, 1 - rank, own_row, head, rows);
+        load_half<VQuarters>(tile, ds_stage(ds_count + 1), KEYS_CHUNK, p.v, v_full, 1 - rank, rank);
     }
-    // Half of the columns of 64 keys: its two quarters, as chunks `stride` bytes apart.
+    // Half of the columns of a CTA's keys: its two quarters, as chunks `stride` bytes apart. The records are read anew,
+    // as registers that held them would spill.
     template <typename QUARTERS>
-    static __device__ __forceinline__ void load_half(u32 to, u32 stride, const TensorMap& map, u32 barrier, int half,
-                                                     int row, int head, const SequenceRows& of) {
+    __device__ __forceinline__ void load_half(u32 tile, u32 to, u32 stride, const TensorMap& map, u32 barrier, int half,
+                                              int cta) const {
+        const OwnerRecord owner = owner_record(base, tile);
+        const KeysRecord keys = keys_record(base, tile);
+        const int row = keys.first + (cta - rank) * KEYS;
+#pragma unroll 1
         for (int i = 0; i < 2; ++i)
-            load_rows<PACKED_ROWS>(to + i * stride, map, barrier, QUARTERS::column(half, i), row, head, of);
+            load_rows<PACKED_ROWS>(to + i * stride, map, barrier, QUARTERS::column(half, i), row, owner.kv_head,
+                                   key_rows(keys, owner));
     }
     __device__ __forceinline__ u32 ds_stage(u32 count) const { return SMEM(ds) + count % DS_STAGES * DS_BYTES; }
     // Waits until a stage of dS is free for K or V of a tile, which use it before the tile's dS does.

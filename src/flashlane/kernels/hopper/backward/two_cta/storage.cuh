@@ -78,7 +78,7 @@ struct SharedStorage {
     u64 next_tile;                                        // the number of the next tile, from CTA 0
     u64 next_full, next_empty, next_wanted;
     u64 tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
-    u64 k_full, v_full, kv_empty;
+    u64 k_full, k_empty, v_full, v_empty;
     u64 q_full[Q_STAGES], q_empty[Q_STAGES], do_full[DO_STAGES], do_empty[DO_STAGES];
     u64 p_full[DS_STAGES], ds_full[DS_STAGES], ds_empty[DS_STAGES];
 };
