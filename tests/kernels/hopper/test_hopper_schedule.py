@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import statistics
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from timed_problems import problem_titled
 
 from flashlane.core.problem import MAX_SPLITS, AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import select, tile_scheduler
+
+ARCHIVE = Path(__file__).parents[3] / "benchmarks" / "archive"
 
 
 def problem_of(seqlen_q: int = 100, seqlen_k: int = 100, **changes: object) -> AttentionProblem:
@@ -85,7 +91,7 @@ def test_splits_pay_for_their_partial_results() -> None:
 
 
 ONE_TO_THREE_WAVES = [
-    (2, 21, 645, 10998, 128, True, (2, 3)),
+    (3, 9, 1380, 15264, 160, True, (2, 2)),
     (1, 30, 1400, 18400, 248, False, (2, 2)),
     (1, 22, 1055, 36241, 208, False, (2, 2)),
     (3, 25, 200, 10181, 240, False, (3, 5)),
@@ -183,3 +189,14 @@ def test_a_dense_tile_packs_a_group_where_less_is_left_over(queries: int, heads:
     assert {other.packed_heads for other, _ in select.ranked(problem)} == {1, 4}
     for changes in ({"kv_heads": 36}, {"alibi": True}):
         assert {other.packed_heads for other, _ in select.ranked(replace(problem, **changes))} == {1}, changes
+
+
+def test_shapes_that_lose_under_a_mask_are_compared_where_few_blocks_have_one() -> None:
+    """Held against what was timed (docs/notebook/0055)."""
+    rows = json.loads((ARCHIVE / "forward_few_masked.json").read_text())["rows"]
+    for row in rows:
+        problem = replace(problem_titled(row["title"]), needs_grad=False)
+        chosen, timed = select.config_for(problem).describe(), row["config"]["chosen"]
+        assert chosen.split(",")[0] == timed.split(",")[0] == "128x128", row["title"]
+    gains = [row["ratio"] for row in rows]
+    assert len(gains) == 11 and statistics.geometric_mean(gains) > 1.06 and min(gains) > 0.96
