@@ -74,15 +74,15 @@ window they were faster at any head dim (notebook 0054)."""
 MAX_MIXED = 88
 """Head dims up to which steps of 64 queries, with dQ of two forms and dK and dV stored by TMA, are faster for packed
 sequences of twice as many queries as up to 96, and without a mask too (notebook 0025)."""
-MIDDLE_PEELED_STEP, PADDING = (0.97, 1.006), 0.4
+MEDIUM_PEELED_STEP, PADDING = (0.97, 1.006), 0.4
 """Of head dims 72 to 96: what a step of 96 queries takes as a part of one of 64 with idle warps, for as many queries
 with :data:`WIDE_STEP`, without a mask and with one; and the part of the time of padded products that it takes longer.
 These and the next three fit 210 timed problems (notebook 0055)."""
-MIDDLE_PEELED_TILE = 35
+MEDIUM_PEELED_TILE = 35
 """What a tile of these steps takes besides them next to a tile of 64 queries a step, in queries."""
-MIDDLE_REGISTER_STEP = 0.986
+MEDIUM_REGISTER_STEP = 0.986
 """What a step of 64 queries takes with no idle warps, next to one with them."""
-MIDDLE_SAVED = (0.45, 0.22)
+MEDIUM_SAVED = (0.45, 0.22)
 """Part of the time of the preprocess and the postprocess kernel that idle warps save, where they write all zeros: of
 rows of dQ that do not start on a sector, and of others."""
 
@@ -250,17 +250,17 @@ def fastest_middle_tile(problem: AttentionProblem, large: OneCtaConfig, small: O
     largest = max(problem.head_dim, problem.head_dim_v)
     around, steps = microseconds_around(problem), step_microseconds(problem, small.block_m, small.block_n)
     # Products of dQ transposed have rows of zeros for the columns that 128 has more.
-    padded = MIDDLE_PEELED_STEP[problem.has_right_only] * (1 + PADDING * (128 - largest) / (5 * largest))
+    padded = MEDIUM_PEELED_STEP[problem.has_right_only] * (1 + PADDING * (128 - largest) / (5 * largest))
     tiles = -(-problem.seqlen_k // large.block_n)
     times = {
         large: padded * step_microseconds(problem, large.block_m, large.block_n)
-        + microseconds_of(problem, MIDDLE_PEELED_TILE * tiles)
+        + microseconds_of(problem, MEDIUM_PEELED_TILE * tiles)
         + around,
-        small: MIDDLE_REGISTER_STEP * steps + around,
+        small: MEDIUM_REGISTER_STEP * steps + around,
     }
     idle = idle_warps_where_worth_it(problem, small)
     if idle.postprocess == "idle_warps":
-        saved = MIDDLE_SAVED[on_sector(problem.dtype, problem.head_dim)] * in_kernel_part(problem, small)
+        saved = MEDIUM_SAVED[on_sector(problem.dtype, problem.head_dim)] * in_kernel_part(problem, small)
         times[idle] = steps + (1 - saved) * around
     return min(times, key=times.__getitem__)
 
