@@ -193,8 +193,8 @@ struct KeysProducer {
         wait_stage(ds_count + 1);
         load_half<VQuarters>(tile, ds_stage(ds_count + 1), KEYS_CHUNK, p.v, v_full, 1 - rank, rank);
     }
-    // Half of the columns of a CTA's keys: its two quarters, as chunks `stride` bytes apart. The records are read again,
-    // as registers that held them would spill.
+    // Half of the columns of a CTA's keys: its two quarters, as chunks `stride` bytes apart. The records are read each
+    // time, as registers that held them would spill.
     template <typename QUARTERS>
     __device__ __forceinline__ void load_half(u32 tile, u32 to, u32 stride, const TensorMap& map, u32 barrier, int half,
                                               int cta) const {
