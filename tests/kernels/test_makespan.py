@@ -78,8 +78,7 @@ def test_the_least_predicted_time_is_chosen_and_all_shapes_are_compared() -> Non
         assert KERNEL.config(each) == predictions[0][0]
         one = tiles.class_of(each.head_dim, each.head_dim_v)
         shapes = one.shapes_without_modifier
-        # Few blocks of many keys have a mask.
-        left_out = () if each.seqlen_k > each.seqlen_q else one.unmasked
+        left_out = () if each.seqlen_k >= select.FEW_MASKED * each.seqlen_q else one.unmasked
         compared = {s for s in shapes if not each.causal or (s.cluster == 1 and s not in left_out)}
         assert {cost.shape_of(config) for config, _ in predictions} == compared
 

@@ -17,8 +17,8 @@ from flashlane.kernels.tile_cost import blocks_of
 
 @dataclass(frozen=True)
 class TileTime:
-    """What a tile takes of its SMs, fitted to the kernels' times in nine problems with windows of 127 to 1024, and
-    that of clusters to 70 dense problems (notebook 0055)."""
+    """What a tile takes of its SMs, fitted to the kernels' times in nine problems with windows of 127 to 1024; that
+    of clusters less what dense problems of D 192 to 256 gained since (notebook 0055)."""
 
     tile: float
     """Microseconds besides its steps."""
@@ -42,8 +42,10 @@ Bytes of a column of a key that no query sees: of zeros of dK and dV."""
 
 END_OF_A_LAUNCH = 0.5
 """Tiles that a launch of clusters takes longer than its tiles in even rounds, unless the last ones are split: those of
-two kernels are shorter, and run under each other's end. With this, and with :func:`_half_padded`, the choice loses
-0.3 % in the mean of 112 problems in which both designs are near, and 6 % at worst (notebook 0055)."""
+two kernels are shorter, and run under each other's end. With this, and with :data:`PADDED`, the choice loses
+0.4 % in the mean of 112 problems in which both designs are near, and 6 % at worst (notebook 0055)."""
+PADDED = 0.42
+"""Part of the columns that fill up a row's last chunk for which steps of two kernels take as long as for others."""
 
 
 def two_kernels_are_faster(problem: AttentionProblem) -> bool:
@@ -57,20 +59,19 @@ def clusters(problem: AttentionProblem) -> float:
 
     steps = steps_of(problem, CHUNK, 2 * CHUNK)
     seen, heads = sum(1 for count in steps if count), problem.kv_heads * problem.batch
-    queries = problem.seqlen_q * problem.heads * problem.batch
     unseen = (len(steps) - seen) * 2 * CHUNK * heads
-    moved = _columns(problem) * (queries * (STATISTICS_BYTES + SUMS_BYTES) + unseen * ZERO_BYTES)
+    around = microseconds_around(problem) + mean_columns(problem) * unseen * ZERO_BYTES / BYTES_OF_A_MICROSECOND
     tiles = seen * heads
-    main = CLUSTER.of(tiles, sum(steps) * heads, _columns(problem))
+    main = CLUSTER.of(tiles, sum(steps) * heads, mean_columns(problem))
     end = END_OF_A_LAUNCH * main * SMS / (CLUSTER.sms * tiles) if tiles and not pick(problem).split_q else 0.0
-    return moved / BYTES_OF_A_MICROSECOND + main + end
+    return around + main + end
 
 
 def two_kernels(problem: AttentionProblem) -> float:
     """Microseconds of the design of two kernels, with the tiles that it has under a narrow window."""
-    columns, heads = _half_padded(problem), problem.heads * problem.batch
+    columns, heads = _partly_padded(problem), problem.heads * problem.batch
     of_keys, of_queries = steps_of(problem, CHUNK, CHUNK), blocks_of(problem, 2 * CHUNK, CHUNK).blocks
-    moved = _columns(problem) * problem.seqlen_q * heads * STATISTICS_BYTES
+    moved = mean_columns(problem) * problem.seqlen_q * heads * STATISTICS_BYTES
     kv_heads = problem.kv_heads * problem.batch
     main = DKDV.of(len(of_keys) * kv_heads, sum(of_keys) * kv_heads, columns)
     return (
@@ -78,11 +79,18 @@ def two_kernels(problem: AttentionProblem) -> float:
     )
 
 
-def _columns(problem: AttentionProblem) -> float:
+def microseconds_around(problem: AttentionProblem) -> float:
+    """Microseconds of the launches before and after the gradients', by what they move for each query."""
+    elements = problem.heads * problem.batch * problem.seqlen_q * mean_columns(problem)
+    return elements * (STATISTICS_BYTES + SUMS_BYTES) / BYTES_OF_A_MICROSECOND
+
+
+def mean_columns(problem: AttentionProblem) -> float:
+    """Columns of a head, in the mean of Q and V."""
     return (problem.head_dim + problem.head_dim_v) / 2
 
 
-def _half_padded(problem: AttentionProblem) -> float:
+def _partly_padded(problem: AttentionProblem) -> float:
     """Columns that a step of two kernels takes time for: rows in shared memory have whole chunks of columns."""
-    padded = sum(-(-dim // CHUNK) * CHUNK for dim in (problem.head_dim, problem.head_dim_v))
-    return (_columns(problem) + padded / 2) / 2
+    padded = sum(-(-dim // CHUNK) * CHUNK for dim in (problem.head_dim, problem.head_dim_v)) / 2
+    return mean_columns(problem) + PADDED * (padded - mean_columns(problem))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
-from flashlane.kernels.hopper.backward.design_cost import BYTES_OF_A_MICROSECOND, STATISTICS_BYTES, SUMS_BYTES
+from flashlane.kernels.hopper.backward.design_cost import mean_columns, microseconds_around
 from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, steps_of
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.one_cta.config import IN_DS, Dq, OneCtaConfig, PingPong
@@ -203,19 +203,12 @@ def long_steps_are_faster(problem: AttentionProblem, few: OneCtaConfig) -> bool:
 
 def microseconds_of(problem: AttentionProblem, queries: float) -> float:
     """Microseconds of steps of so many queries, those of a key/value head, in all heads of a launch."""
-    columns = (problem.head_dim + problem.head_dim_v) / 2
-    return STEP_MICROSECONDS * columns * queries * problem.kv_heads * problem.batch / SMS
+    return STEP_MICROSECONDS * mean_columns(problem) * queries * problem.kv_heads * problem.batch / SMS
 
 
 def step_microseconds(problem: AttentionProblem, block_m: int, block_n: int) -> float:
     """Microseconds of all steps of a launch, with what each takes besides its queries."""
     return microseconds_of(problem, sum(steps_of(problem, block_m, block_n)) * (block_m + WIDE_STEP))
-
-
-def microseconds_around(problem: AttentionProblem) -> float:
-    """Microseconds of the launches before and after the gradients', by what they move."""
-    elements = problem.heads * problem.batch * problem.seqlen_q * (problem.head_dim + problem.head_dim_v) / 2
-    return elements * (STATISTICS_BYTES + SUMS_BYTES) / BYTES_OF_A_MICROSECOND
 
 
 def in_kernel_part(problem: AttentionProblem, tile: OneCtaConfig) -> float:

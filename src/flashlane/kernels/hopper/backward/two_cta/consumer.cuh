@@ -112,7 +112,7 @@ struct Consumer {
     template <typename QUARTERS>
     __device__ __forceinline__ void begin_steps(KeyOperand<QUARTERS>& keys, u32 full) {
         mbarrier_wait(full, full_tiles % 2);
-        keys.load_registers(SMEM(ds) + (steps_done + NUMBER) % DS_STAGES * DS_BYTES, warp, lane);
+        keys.load_registers(SMEM(ds) + (steps_done + NUMBER) % DS_STAGES * DS_BYTES);
         for (int i = 0; i < DS_STAGES; ++i) arrive_both(SMEM(ds_empty), i);
     }
     // Computes dQ of the last step, and releases K.

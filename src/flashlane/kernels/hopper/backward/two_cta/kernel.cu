@@ -22,6 +22,8 @@
 //     1:  issue S(i) │ wait │ P(i), publish it │ issue dQ(i−1), dV(i) │ wait dQ, add it to dq_accum │ wait dV
 //     2:  issue dP(i) │ wait for it and for P(i) │ dS(i), send it │ issue dQ(i−1), dK(i) │ wait dQ, add it │ wait dK
 //
+// The first step of a tile is a copy of the loop's body without a dQ, and begins the sums of dV and dK.
+//
 // While one consumer computes P or dS, the other's products run. dQ is added to dq_accum from registers, in their order
 // (dq_accumulate.cuh). Clusters are persistent: the loads of the next tile run under the stores of the one before.
 #include "hopper/backward/two_cta/mainloop.cuh"

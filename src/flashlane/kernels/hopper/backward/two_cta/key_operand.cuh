@@ -21,8 +21,9 @@ struct KeyOperand {
         return column_offset(0, i) / 16 + half * ((column_offset(1, i) - column_offset(0, i)) / 16);
     }
 
-    __device__ __forceinline__ void load_registers(u32 tile, int warp, int lane) {
-        const int row = 16 * warp + lane % 16;
+    __device__ __forceinline__ void load_registers(u32 tile) {
+        // The thread is read here, or ptxas computes the row once and keeps it over all tiles.
+        const int thread = warpgroup_thread(), lane = thread % WARP, row = 16 * (thread / WARP) + lane % 16;
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
             const u32 at = offset(i, KEYS_CHUNK);
