@@ -304,12 +304,12 @@ class Cluster:
             yield from rows("do")
             assert block.kept[1] == index
             yield block.p_full[stage].wait(turn // 2)
-            if step + 1 == count:
-                block.kv_empty[1].arrive()
             assert block.ds[stage][rank] == ("P", turn)
             block.ds[stage][rank] = ("dS", turn)
             block.ds_full[stage].arrive(1)
             self.events.append(partial(self._ds_comes, self.blocks[1 - rank], turn, rank))
+            if step + 1 == count:
+                block.kv_empty[1].arrive()
             self.arrive_row("do", stage)
             yield from rows("q")
         if step > 0:

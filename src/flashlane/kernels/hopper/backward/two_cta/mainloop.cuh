@@ -154,9 +154,8 @@ struct DkConsumer : Consumer<1> {
         v.gemm(dp, SMEM(v), KEYS_CHUNK, dout, rank);                                        // gemm_dp
         load_probabilities(ds);
         wgmma_wait<0>(dp);
-        wait_for_loads(ds);
-        if (last) arrive(SMEM(v_empty), 0);
         make_ds(dp, ds);
+        if (last) arrive(SMEM(v_empty), 0);
         arrive_both(SMEM(do_empty), do_state().index);
         wait_q();
         if constexpr (FIRST) {
