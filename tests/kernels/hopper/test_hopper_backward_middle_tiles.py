@@ -57,3 +57,10 @@ def test_windows_get_the_design_that_was_faster() -> None:
 def test_clusters_are_faster_than_before_their_first_step_was_a_copy() -> None:
     gains = [row["ratio"] for row in rows("backward_two_cta_peeled.json", "rows")]
     assert len(gains) == 74 and statistics.geometric_mean(gains) > 1.03 and sorted(gains)[1] > 1.0
+
+
+def test_the_form_that_is_kept_is_as_fast_as_the_one_that_was_judged() -> None:
+    kept = rows("backward_two_cta_peeled.json", "final")
+    means = {name: statistics.geometric_mean(row[name] for row in kept) for name in ("ratio", "judged", "waits")}
+    assert len(kept) == 36 and means["ratio"] > 1.029 and abs(means["ratio"] - means["judged"]) < 0.002
+    assert means["waits"] < means["ratio"] - 0.01 and min(row["ratio"] for row in kept) > 1.01
