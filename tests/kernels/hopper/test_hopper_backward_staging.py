@@ -101,7 +101,7 @@ def test_shared_memory_has_whole_chunks_of_each_row(
     config = config_with(*head_dims, **CAUSAL)
     assert config.staging == staging
     assert config.regions["dK and dV"] == bytes_of_both
-    without = replace(config, tma_stores=False)
+    without = replace(config, tma_stores=False, subtracts_in_products=config.product_statistics)
     assert config.shared_memory == without.shared_memory + bytes_of_both <= jit.shared_limit(ARCH)
     compiled = jit.compile(config.gradient_sources()[0], ARCH)  # which asserts that the device's layout has these bytes
     report = compiled.report
@@ -148,7 +148,7 @@ def test_few_steps_add_from_registers_where_idle_warps_have_too_few_tiles(head_d
 def test_dv_takes_the_place_of_ds_and_dk_that_of_dq() -> None:
     """They take no bytes of their own, so that each fits where the other tile of the warps ends."""
     config = replace(config_with(128, seqlen=4096), split_q=False)
-    without = replace(config, tma_stores=False)
+    without = replace(config, tma_stores=False, subtracts_in_products=config.product_statistics)
     assert config.staging == "dq_and_ds" and config.shared_memory == without.shared_memory
     assert replace(config, split_q=True).staging == "dq_and_ds", "the whole tiles of a launch that splits others"
     assert replace(config, peeled=False).staging == "ds_and_dq", "dV is complete, and its place free, after the last dQ"
@@ -215,7 +215,8 @@ def test_a_peeled_step_leaves_the_loop_its_registers(head_dim: int, more: dict[s
             pytest.skip("no disassembler")
         products.append(sass.count_instructions(text)["HGMMA"])
         of_loop.append(min(len(loop) for loop in steady_loops(text) if families(loop)["HGMMA"] > 16))
-    first_step = 2 * -(-head_dim // 16) + 2 * (config.block_m // 16)  # S and dP over columns, dV and dK over queries
+    # S and dP over columns and statistics, dV and dK over queries.
+    first_step = 2 * (-(-head_dim // 16) + config.product_statistics) + 2 * (config.block_m // 16)
     assert products[0] == products[1] + first_step
     assert of_loop[0] <= of_loop[1]
 

@@ -186,6 +186,7 @@ class GradientConfig(ABC):
         constants |= self.score.on_scores.constants()
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
         constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits, "MIXED_DQ": self.mixed_dq}
+        constants |= {"STATISTICS_IN_PRODUCTS": self.product_statistics}
         constants |= {"F32_DKDV": self.f32_dkdv, "ZEROING_CTAS": self.zeroing_ctas}
         constants.setdefault("F32_DQ", False)
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner, rs_first)),)
@@ -206,6 +207,8 @@ class GradientConfig(ABC):
                 words.append(field.name if value is True else f"{field.name}={value}")
         return ", ".join((*words, *self.score.words()))
 
+    product_statistics: ClassVar[bool] = False
+    """The products of the scores subtract the row statistics (``statistic_columns.cuh``)."""
     mixed_dq: ClassVar[bool] = False
     """The first 64 columns of dQ are summed transposed, and the others not (``dq_accumulate.cuh``)."""
     in_tile: ClassVar[tuple[str, ...]] = ("block_m",)
@@ -243,6 +246,7 @@ def preprocess_source(config: GradientConfig) -> KernelSource:
     constants["BLOCK_N"] = config.block_n if config.in_order else 0
     constants |= config.score.on_row_sum.constants()
     constants["UNSEEN_KEYS"] = config.unseen_keys
+    constants["STATISTICS_IN_PRODUCTS"] = config.product_statistics
     # It zeroes rows of these gradients of packed sequences, and of dK and dV of unseen keys.
     constants["F32_DQ"] = config.f32_dq and config.varlen
     constants["F32_DKDV"] = config.f32_dkdv and (config.varlen or config.unseen_keys)

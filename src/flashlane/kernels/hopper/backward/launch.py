@@ -44,6 +44,8 @@ COUNTERS = 6
 """Integers of ``Counters`` in the same file."""
 PART_WORDS = 32
 """Words of 4 bytes; the size of each part of a call's device memory is a multiple of them."""
+STATISTIC_WORDS = 3
+"""Words of 4 bytes of a row's statistics in ``statistic_columns.cuh``."""
 STAGED_ROWS = 16
 """Rows of dK and dV that one TMA store takes: a warp's."""
 KINDS_KEPT = 16
@@ -246,6 +248,8 @@ class Workspace:
 def workspace_of(rows: RowBlocks, config: GradientConfig, split: SplitQ, in_kernel: InKernelDq) -> Workspace:
     """Row statistics, dq_accum, what counts additions to it, and dK and dV of splits, of the designs that have them."""
     sizes = {"lse": rows.all * rows.block_m, "delta": rows.all * rows.block_m}
+    if config.product_statistics:
+        sizes = {"lse": rows.all * rows.block_m * STATISTIC_WORDS}
     if config.dq_accum_floats:
         sizes |= {
             "dq_accum": rows.all * config.dq_accum_floats,

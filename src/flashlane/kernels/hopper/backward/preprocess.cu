@@ -8,6 +8,7 @@
 #include "hopper/backward/dq_assignment.cuh"
 #include "hopper/backward/dq_semaphore.cuh"
 #include "hopper/backward/gradient_element.cuh"
+#include "hopper/backward/statistic_columns.cuh"
 #include "mma.cuh"
 
 constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V, THREADS = 256;
@@ -205,8 +206,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) hopper_backward_preproc
                 const bool seen = lse != -INF;
                 if (p.dlse != nullptr && seen) sum -= dlse[query];
                 sum = seen ? sum : 0.f;
-                p.lse[row_block * BLOCK_M + row] = seen ? -lse * LOG2_E : -INF;
-                p.delta[row_block * BLOCK_M + row] = sum;
+                if constexpr (cfg::STATISTICS_IN_PRODUCTS) {
+                    constexpr float LIMIT = StatisticWeights<Element>::LIMIT;
+                    Element* const block = reinterpret_cast<Element*>(p.lse) + row_block * BLOCK_M * COLUMNS_OF_QUERY;
+                    const float minus = seen ? -lse * LOG2_E / p.score.scale_log2 : -LIMIT;
+                    store_statistic(block, row, STATISTIC_LSE, minus > LIMIT ? LIMIT : minus < -LIMIT ? -LIMIT : minus);
+                    store_statistic(block, row, STATISTIC_DELTA, -sum);
+                } else {
+                    p.lse[row_block * BLOCK_M + row] = seen ? -lse * LOG2_E : -INF;
+                    p.delta[row_block * BLOCK_M + row] = sum;
+                }
                 if (seen) Score::add_row_gradient<Element>(p.score, head, lse, sum, dlogit);
             }
         }

@@ -36,8 +36,12 @@ DQ_POLICIES: dict[tuple[Dq, Postprocess], str] = {
 """The device type of each combination that works."""
 REGISTERS = ((200, (56, 224)), (216, (40, 232)), (1 << 30, (24, 240)))
 """Registers of a producer and of a consumer thread, for up to so many accumulators and operands of a consumer."""
+LEAST_SCALE = 1e-3
+"""Scale of the scores from which on, and up to its inverse, LSE over the scale has no overflow that its row has not."""
 MIXED_HEAD_DIM = 96
 """Head dims up to which :attr:`OneCtaConfig.mixed_dq` was faster; at 112 it was not."""
+QUERY_BYTES, WEIGHTS_BYTES = 12, 2 * 8 * 16
+"""Of the statistics of a query as columns, and of their weights (``statistic_columns.cuh``)."""
 TILE_BYTES, STEP_BYTES, DQ_TARGETS_BYTES = 32, 16, 4 * 8
 """Records in shared memory: of a tile, of a step, and of the slices of dQ that belong to a stage of Q."""
 
@@ -66,6 +70,8 @@ class OneCtaConfig(GradientConfig):
     """The launch zeroes dq_accum of all heads but the first ones (``in_kernel_zeros.cuh``)."""
     skips_hidden: bool = False
     """A consumer makes no products of a step in which its keys are hidden."""
+    subtracts_in_products: bool = True
+    """The products of the scores subtract LSE and delta, where they can (:attr:`product_statistics`)."""
     peeled: bool = False
     """The first step of a tile is a copy of the loop's body without a dQ, where it has none to make (:attr:`peels`)."""
 
@@ -94,6 +100,13 @@ class OneCtaConfig(GradientConfig):
     def peels(self) -> bool:
         """:attr:`peeled`, where a tile's first step makes no dQ of the tile before, and dQ is added in any order."""
         return self.peeled and self.k_stages == 1 and not (self.in_order or self.skips_hidden)
+
+    @property
+    def product_statistics(self) -> bool:  # type: ignore[override]
+        """:attr:`subtracts_in_products`, where nothing else changes a score and shared memory has room."""
+        changed = self.score.transformed or self.block_lists or self.program
+        fits = sum(self._regions(self.staging, True).values()) <= shared_limit(ARCH)
+        return self.subtracts_in_products and fits and not changed
 
     @property
     def stores_by_tma(self) -> bool:  # type: ignore[override]
@@ -169,9 +182,9 @@ class OneCtaConfig(GradientConfig):
     @property
     def regions(self) -> dict[str, int]:
         """Bytes of each part of shared memory."""
-        return self._regions(self.staging)
+        return self._regions(self.staging, self.product_statistics)
 
-    def _regions(self, staging: Staging) -> dict[str, int]:
+    def _regions(self, staging: Staging, product_statistics: bool = False) -> dict[str, int]:
         m, n, qk, v = self.block_m, self.block_n, row_bytes(self.head_dim), row_bytes(self.head_dim_v)
         stages = self.q_stages + self.do_stages
         slices = 0 if self.dq == "register_atomics" else self.dq_stages * CONSUMERS
@@ -182,7 +195,7 @@ class OneCtaConfig(GradientConfig):
             "dS": 2 * m * n * 2,
             "dK and dV": n * {"both": qk + v, "in_turn": max(qk, v), "ds_and_room": CHUNK * 2}.get(staging, 0),
             "dQ": slices * CHUNK * 4 * self.slice_rows,
-            "statistics": stages * m * 4,
+            "statistics": self.q_stages * m * QUERY_BYTES + WEIGHTS_BYTES if product_statistics else stages * m * 4,
             "records": 2 * TILE_BYTES + (STEP_BYTES + DQ_TARGETS_BYTES) * self.q_stages,
             # Of two stages each of tiles and of dS; and the count of tiles that have added.
             "barriers": 8 * (8 + 2 * (self.k_stages + self.v_stages + stages) + 2 * self.dq_stages * CONSUMERS) + 16,
@@ -215,7 +228,7 @@ class OneCtaConfig(GradientConfig):
             f"constexpr bool PEELED = {int(self.peels)};\n"
         )
         headers = (("one_cta_policies.cuh", policies),)
-        n_inner = (self.head_dim - CHUNK,) if self.mixed_dq else ()
+        n_inner = ((self.head_dim - CHUNK,) if self.mixed_dq else ()) + (self.block_m,) * self.product_statistics
         rs_first = (self.head_dim, self.head_dim_v) if self.peels else ()
         return (
             self.gradient_source("one_cta/kernel", columns, self.registers, headers, n_inner, rs_first, **constants),
@@ -226,11 +239,17 @@ class OneCtaConfig(GradientConfig):
         ping_pong: PingPong = "off" if self.peeled and self.has_right else self.ping_pong  # as without a peeled step
         postprocess: Postprocess = "own_launch" if f32_dq else self.postprocess
         tile = replace(self, in_kernel_zeros=False, peeled=False, ping_pong=ping_pong, postprocess=postprocess)
+        tile = replace(tile, subtracts_in_products=False)  # not timed
         return GradientConfig.for_sums(tile, f32_dq)
 
     def with_ranges(self) -> OneCtaConfig:
-        """The tile for two ranges of queries, whose m-blocks are not counted for idle warps."""
-        return replace(self, postprocess="own_launch", query_ranges=True, skips_hidden=False)
+        """The tile for two ranges of queries, whose m-blocks are not counted for idle warps.
+
+        All launches of a call share LSE and delta as numbers (``parts.py``).
+        """
+        return replace(
+            self, postprocess="own_launch", query_ranges=True, skips_hidden=False, subtracts_in_products=False
+        )
 
     def specialised(self, problem: AttentionProblem) -> OneCtaConfig:
         """The tile for a problem; a deterministic one adds to dQ in order, and no other one does."""
@@ -244,7 +263,9 @@ class OneCtaConfig(GradientConfig):
         zeros = self.in_kernel_zeros and not (problem.deterministic or problem.varlen or problem.window_left >= 0)
         zeros = zeros and postprocess != "idle_warps"
         split = self.split_q and not problem.deterministic
+        subtracts = self.subtracts_in_products and LEAST_SCALE <= problem.scale <= 1 / LEAST_SCALE
         tile = replace(self, dq=dq, postprocess=postprocess, split_q=split, in_kernel_zeros=zeros)
+        tile = replace(tile, subtracts_in_products=subtracts)
         # Idle warps count the m-blocks that are assigned to each n-block.
         unseen = not tile.in_kernel_dq and has_unseen_keys(problem, self.block_n, self.block_m)
         return replace(GradientConfig.specialised(tile, problem), unseen_keys=unseen)

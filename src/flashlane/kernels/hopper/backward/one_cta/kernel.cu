@@ -56,6 +56,18 @@ __device__ __forceinline__ void init_barriers(u32 base) {
     fence_mbarrier_init();
 }
 
+// Weights of the statistics, and zeros in their columns: a product may read, times 0, what was not loaded yet.
+__device__ __forceinline__ void init_selectors(u32 base) {
+    for (u32 i = threadIdx.x; i < Q_STAGES * LSE_BYTES / 4; i += THREADS) store_shared(SMEM_LSE + 4 * i, 0u);
+    for (int i = threadIdx.x; i < 64; i += THREADS) {     // two weights of each word, of 32 words each
+        const Statistic which = i / 32 ? STATISTIC_DELTA : STATISTIC_LSE;
+        const float low = Convert<Element>::to_float(selector<Element>(2 * i, which));
+        const float high = Convert<Element>::to_float(selector<Element>(2 * i + 1, which));
+        store_shared(SMEM_SELECTORS + 4 * i, Convert<Element>::pack(low, high));
+    }
+    fence_proxy_async();
+}
+
 // The warps besides the consumers. Those that load and store are one thread each.
 __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base, int warp) {
     if (threadIdx.x % WARP == 0) {
@@ -85,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
         if (!POSTPROCESS_LAST_ADDITION) griddepcontrol_launch_dependents();  // which wait for the end all the same
     }
+    if (STATISTICS_IN_PRODUCTS) init_selectors(base);
     __syncthreads();
     const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / 4;
     if (warpgroup == 0) {

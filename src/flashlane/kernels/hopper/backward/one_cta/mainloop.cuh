@@ -164,8 +164,8 @@ struct Consumer {
 #pragma unroll 1
         for (int i = PEELED; i < steps; ++i) {
             const bool of_last_tile = PIPELINED_TILES && i == 0 && full_tiles() > 0;  // the dQ of this step
-            ping_pong_wait();
             begin_step();
+            ping_pong_wait();
             if constexpr (SKIPS_HIDDEN) {
                 if (StepQueries::is_hidden(mask_word, number)) {
                     hidden_step(of_last_tile, i + 1 == steps);
@@ -182,11 +182,11 @@ struct Consumer {
             ping_pong_arrive(PingPong::UNTIL_COMPLETE);
             if (EARLY_V_RELEASE && i + 1 == steps) arrive(SMEM(v_empty));
             make_ds();
-            wgmma_wait<0>(dv);
-            arrive(SMEM(do_empty), do_stage());
             gemm_dq(SMEM_TILE(k) + (full_tiles() - of_last_tile) % K_STAGES * K_BYTES);
             gemm_dk();
             publish_ds(ds_slice());                       // here, as its fence waits for the stores of dS
+            wgmma_wait<2>(dv);
+            arrive(SMEM(do_empty), do_stage());
             wait_for_dq<1>();
             if (of_last_tile) arrive(SMEM(k_empty), (full_tiles() - 1) % K_STAGES);
             store_dq();
@@ -328,14 +328,24 @@ struct Consumer {
         mask_word = uniform(step.mask_word);
         if (ZEROES_QUERIES) zero_out_of_bounds_queries(uniform(step.rows));
     }
+    // The operands of the step along k that subtracts a statistic.
+    __device__ __forceinline__ auto subtracted(Statistic which) const {
+        if constexpr (STATISTICS_IN_PRODUCTS) {
+            return LastStep{SMEM_SELECTORS + which * SELECTOR_BYTES, SMEM_LSE + q_stage() * LSE_BYTES};
+        } else {
+            return NoLastStep{};
+        }
+    }
     // Sᵀ = K·Qᵀ
     __device__ __forceinline__ void gemm_qk(int consumer) {
-        gemm_ss<BLOCK_M, QK_STEPS, KEYS_CHUNK, ROWS_CHUNK>(s, k_tile() + consumer * 64 * ROW_BYTES, q_tile());
+        gemm_ss<BLOCK_M, QK_STEPS, KEYS_CHUNK, ROWS_CHUNK>(s, k_tile() + consumer * 64 * ROW_BYTES, q_tile(),
+                                                           subtracted(STATISTIC_LSE));
     }
     // dPᵀ = V·dOᵀ
     __device__ __forceinline__ void gemm_dp(int consumer) {
         wait<DO_STAGES>(SMEM(do_full), steps_done);
-        gemm_ss<BLOCK_M, V_STEPS, KEYS_CHUNK, ROWS_CHUNK>(dp, v_tile() + consumer * 64 * ROW_BYTES, do_tile());
+        gemm_ss<BLOCK_M, V_STEPS, KEYS_CHUNK, ROWS_CHUNK>(dp, v_tile() + consumer * 64 * ROW_BYTES, do_tile(),
+                                                          subtracted(STATISTIC_DELTA));
     }
     // dV += Pᵀ·dO, dK += dSᵀ·Q
     __device__ __forceinline__ void gemm_dv() { gemm_rs<HEAD_DIM_V, BLOCK_M>(dv, probabilities, do_tile()); }
@@ -404,7 +414,7 @@ struct Consumer {
     // By a program. P becomes P times the derivative of the score when it is packed for dV, so that the derivative
     // needs no registers. Hidden pairs are zeroed in both.
     __device__ __forceinline__ void make_probabilities_by_program() {
-        const u32 lse = SMEM(lse) + q_stage() * STAT_BYTES + lane % 4 * 8;
+        const u32 lse = SMEM_LSE + q_stage() * LSE_BYTES + lane % 4 * 8;
         const int batch = tile_coordinates(base, tiles % TILE_STAGES).batch, head = step_queries(base, q_stage()).head;
         const ScorePosition at = position();
         const PairProgram pairs(p.program, p.score.scale_log2 * LN_2, batch, head);
@@ -467,7 +477,7 @@ struct Consumer {
             make_probabilities_by_program();
             return;
         }
-        const u32 lse = SMEM(lse) + q_stage() * STAT_BYTES + lane % 4 * 8;
+        const u32 lse = SMEM_LSE + q_stage() * LSE_BYTES + lane % 4 * 8;
         if constexpr (Score::TRANSFORMED) {
             const int batch = tile_coordinates(base, tiles % TILE_STAGES).batch;
             transform_scores_transposed(p.score, position().distance(),
@@ -480,11 +490,12 @@ struct Consumer {
         }
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
-            const float2 row = load_shared_float2(lse + i / 4 * 32);
+            float2 row = make_float2(0.f, 0.f);
+            if (!STATISTICS_IN_PRODUCTS) row = load_shared_float2(lse + i / 4 * 32);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float minus = j % 2 ? row.y : row.x;
-                s[i + j] = ex2(Score::TRANSFORMED ? s[i + j] + minus : fmaf(s[i + j], p.score.scale_log2, minus));
+                s[i + j] = STATISTICS_IN_PRODUCTS ? ex2(s[i + j] * p.score.scale_log2) : ex2(Score::TRANSFORMED ? s[i + j] + minus : fmaf(s[i + j], p.score.scale_log2, minus));
             }
             probabilities[i / 2] = Convert<Element>::pack(s[i], s[i + 1]);
             probabilities[i / 2 + 1] = Convert<Element>::pack(s[i + 2], s[i + 3]);
@@ -493,13 +504,15 @@ struct Consumer {
 
     // dS = P·(dP − delta), also to shared memory.
     __device__ __forceinline__ void make_ds() {
-        const u32 delta = SMEM(delta) + do_stage() * STAT_BYTES + lane % 4 * 8;
+        const u32 delta = SMEM_DELTA + do_stage() * DELTA_BYTES + lane % 4 * 8;
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
-            const float2 row = load_shared_float2(delta + i / 4 * 32);
+            float2 row = make_float2(0.f, 0.f);
+            if (!STATISTICS_IN_PRODUCTS) row = load_shared_float2(delta + i / 4 * 32);
 #pragma unroll
             for (int j = i; j < i + 4; j += 2) {
-                float low = s[j] * (dp[j] - row.x), high = s[j + 1] * (dp[j + 1] - row.y);
+                float low = s[j] * (STATISTICS_IN_PRODUCTS ? dp[j] : dp[j] - row.x);
+                float high = s[j + 1] * (STATISTICS_IN_PRODUCTS ? dp[j + 1] : dp[j + 1] - row.y);
                 if constexpr (Score::HAS_DERIVATIVE) {
                     const float2 derivative = unpack_half2(derivatives[j / 2]);
                     low *= derivative.x, high *= derivative.y;

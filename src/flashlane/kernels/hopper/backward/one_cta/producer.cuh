@@ -138,27 +138,32 @@ struct Producer {
         const int aligned = cfg::QUERY_RANGES ? query + seqlen.shift - tile.seqlen.shift : query;
         store_shared(SMEM(step) + STEP_BYTES * stage,
                      make_uint4(aligned, seqlen.q_length - query, head, mask_word));
-        mbarrier_expect_tx_before_copies(full, Q_BYTES + STAT_BYTES);
+        mbarrier_expect_tx_before_copies(full, Q_BYTES + LSE_BYTES);
         load<QK_CHUNKS>(p.q, SMEM_TILE(q) + stage * Q_BYTES, ROWS_CHUNK, full, query, head, query_rows(seqlen));
         if (!FIRST_TILE_OWN || steps > 0)
-            bulk_load(SMEM(lse) + stage * STAT_BYTES, p.lse + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
+            bulk_load(SMEM_LSE + stage * LSE_BYTES, lse_of(row_block + m_block), LSE_BYTES, full);
         mbarrier_arrive_after_copies(full);
     }
     __device__ __forceinline__ void load_dout(const Seqlen& seqlen, int head, int m_block, long long row_block) const {
         const u32 stage = steps % DO_STAGES, full = barrier_of(SMEM(do_full), stage);
         mbarrier_wait(barrier_of(SMEM(do_empty), stage), steps / DO_STAGES % 2 ^ 1);
-        mbarrier_expect_tx_before_copies(full, DO_BYTES + STAT_BYTES);
+        mbarrier_expect_tx_before_copies(full, DO_BYTES + DELTA_BYTES);
         load<V_CHUNKS>(p.dout, SMEM_TILE(dout) + stage * DO_BYTES, ROWS_CHUNK, full, m_block * BLOCK_M, head,
                        query_rows(seqlen));
-        if (!FIRST_TILE_OWN || steps > 0)
-            bulk_load(SMEM(delta) + stage * STAT_BYTES, p.delta + (row_block + m_block) * BLOCK_M, STAT_BYTES, full);
+        if (DELTA_BYTES > 0 && (!FIRST_TILE_OWN || steps > 0))
+            bulk_load(SMEM_DELTA + stage * DELTA_BYTES, p.delta + (row_block + m_block) * BLOCK_M, DELTA_BYTES, full);
         mbarrier_arrive_after_copies(full);
     }
     // Row statistics of the first step, whose other operands are under way: the preprocess kernel makes them.
     __device__ __forceinline__ void load_first_statistics(long long m_block) const {
         griddepcontrol_wait();
-        bulk_load(SMEM(lse), p.lse + m_block * BLOCK_M, STAT_BYTES, barrier_of(SMEM(q_full), 0));
-        bulk_load(SMEM(delta), p.delta + m_block * BLOCK_M, STAT_BYTES, barrier_of(SMEM(do_full), 0));
+        bulk_load(SMEM_LSE, lse_of(m_block), LSE_BYTES, barrier_of(SMEM(q_full), 0));
+        if (DELTA_BYTES > 0)
+            bulk_load(SMEM_DELTA, p.delta + m_block * BLOCK_M, DELTA_BYTES, barrier_of(SMEM(do_full), 0));
+    }
+    // What a stage of Q has of an m-block's statistics: LSE, or the columns of both.
+    __device__ __forceinline__ const float* lse_of(long long m_block) const {
+        return p.lse + m_block * (LSE_BYTES / sizeof(float));
     }
     // What can be loaded first comes first: of two stages K's; of one stage V's, which the tile before needs less long.
     __device__ __forceinline__ void load_keys(const WorkTile& tile) const {

@@ -2,6 +2,7 @@
 #pragma once
 #include "hopper/backward/dq_accumulate.cuh"
 #include "hopper/backward/one_cta/policies.cuh"
+#include "hopper/backward/statistic_columns.cuh"
 #include "hopper/backward/work_tile.cuh"
 
 constexpr int BLOCK_N = cfg::BLOCK_N, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
@@ -12,7 +13,11 @@ constexpr int TILE_STAGES = 2;
 constexpr u32 KEYS_CHUNK = BLOCK_N * ROW_BYTES, ROWS_CHUNK = BLOCK_M * ROW_BYTES;
 constexpr u32 K_BYTES = QK_CHUNKS * KEYS_CHUNK, V_BYTES = V_CHUNKS * KEYS_CHUNK;
 constexpr u32 Q_BYTES = QK_CHUNKS * ROWS_CHUNK, DO_BYTES = V_CHUNKS * ROWS_CHUNK, DS_BYTES = BLOCK_N / 64 * ROWS_CHUNK;
-constexpr u32 STAT_BYTES = BLOCK_M * 4;
+// Row statistics of a stage of Q, of one of dO, and the weights of those that are in the products.
+constexpr bool STATISTICS_IN_PRODUCTS = cfg::STATISTICS_IN_PRODUCTS;
+constexpr u32 LSE_BYTES = BLOCK_M * (STATISTICS_IN_PRODUCTS ? 2 * COLUMNS_OF_QUERY : 4);
+constexpr u32 DELTA_BYTES = STATISTICS_IN_PRODUCTS ? 0 : BLOCK_M * 4, SELECTOR_BYTES = 8 * 8 * 2;
+constexpr u32 SELECTORS_BYTES = STATISTICS_IN_PRODUCTS ? 2 * SELECTOR_BYTES : 0;
 // dK and dV until TMA has read them: of each warp 16 rows, in chunks one after another.
 constexpr u32 STAGED_CHUNK = 16 * ROW_BYTES;
 constexpr int STAGED_CHUNKS = STAGING == Staging::BOTH      ? QK_CHUNKS + V_CHUNKS
@@ -116,7 +121,7 @@ struct Tiles<false> {                                     // dQ is added from re
 
 struct SharedStorage {
     Tiles<Dq::TMA> tiles;
-    float lse[Q_STAGES][BLOCK_M], delta[DO_STAGES][BLOCK_M];
+    __align__(16) unsigned char statistics[Q_STAGES * LSE_BYTES + DO_STAGES * DELTA_BYTES + SELECTORS_BYTES];
     TileRecord tile[TILE_STAGES];
     StepQueries step[Q_STAGES];
     DqTarget dq_target[DQ_TARGETS];
@@ -134,6 +139,9 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 // The address of a member; `base` is that of the struct.
 #define SMEM(member) (base + static_cast<u32>(offsetof(SharedStorage, member)))
 #define SMEM_TILE(member) SMEM(tiles.operands.member)
+#define SMEM_LSE SMEM(statistics)
+#define SMEM_DELTA (SMEM_LSE + Q_STAGES * LSE_BYTES)
+#define SMEM_SELECTORS (SMEM_DELTA + DO_STAGES * DELTA_BYTES)
 #define SMEM_STAGED (SMEM_TILE(ds) + DS_STAGES * DS_BYTES)
 #define SMEM_DQ (base + static_cast<u32>(offsetof(Tiles<true>, dq)))
 
