@@ -16,27 +16,22 @@ __device__ __forceinline__ u64 opaque(u64 x) {
     return x;
 }
 
-// A last step along k, of operands that lie elsewhere: 8 rows of A that all rows are copies of, and N / 8 groups of B's
-// columns (statistic_columns.cuh), neither swizzled, both for either half of the step.
-struct NoLastStep {};
-struct LastStep;
-template <typename Last>
-constexpr bool STATISTICS_IN_LAST_STEP = false;
-template <>
-constexpr bool STATISTICS_IN_LAST_STEP<LastStep> = true;
+// One more step along k, of operands that lie elsewhere: 8 rows of A of which all rows are copies, and N / 8 groups of
+// B's columns (statistic_columns.cuh). Neither is swizzled, and both halves of the step read the same.
+template <bool EXISTS>
 struct LastStep {
     u32 a, b;
     template <int N>
     __device__ __forceinline__ void add(float (&d)[N / 2]) const {
         constexpr u64 B_GROUP = COLUMNS_GROUP * 2;
-        Wgmma<N>::ss_mn(d, u64(a >> 4), B_GROUP >> 4 << 32 | u64(b >> 4), true);
+        if constexpr (EXISTS) Wgmma<N>::ss_mn(d, u64(a >> 4), B_GROUP >> 4 << 32 | u64(b >> 4), true);
     }
 };
 
-// d = A·Bᵀ of 64 rows at `a` and N rows at `b`, over STEPS · 16 columns and those of `last`. A_CHUNK and B_CHUNK are the
-// bytes from one chunk to the next.
-template <int N, int STEPS, u32 A_CHUNK, u32 B_CHUNK, typename Last = NoLastStep>
-__device__ __forceinline__ void gemm_ss(float (&d)[N / 2], u32 a, u32 b, const Last& last = {}) {
+// d = A·Bᵀ of 64 rows at `a` and N rows at `b`, over STEPS · 16 columns, and what `last` adds. A_CHUNK and B_CHUNK are
+// the bytes from one chunk to the next.
+template <int N, int STEPS, u32 A_CHUNK, u32 B_CHUNK, bool LAST = false>
+__device__ __forceinline__ void gemm_ss(float (&d)[N / 2], u32 a, u32 b, const LastStep<LAST>& last = {}) {
     const u64 a_first = opaque(wgmma_k_inner(a)), b_first = opaque(wgmma_k_inner(b));
     wgmma_fence();
 #pragma unroll
@@ -49,7 +44,7 @@ __device__ __forceinline__ void gemm_ss(float (&d)[N / 2], u32 a, u32 b, const L
             Wgmma<N>::ss(d, a_step, b_step, true);
         }
     }
-    if constexpr (STATISTICS_IN_LAST_STEP<Last>) last.template add<N>(d);
+    last.template add<N>(d);
     wgmma_commit();
 }
 

@@ -3,6 +3,7 @@
 //
 //     lse = −LSE · log2(e),   delta = Σ O·dO − dLSE,   dlogit of an m-block = −Σ exp(logit − LSE) · delta
 //
+// (STATISTICS_IN_PRODUCTS: −LSE/scale and −delta, as the columns of statistic_columns.cuh.)
 // A row that sees no key, and one past the end of its sequence, has −∞ and 0: all its probabilities are then 0.
 #include "attention/score.cuh"
 #include "hopper/backward/dq_assignment.cuh"

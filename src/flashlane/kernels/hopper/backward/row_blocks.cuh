@@ -1,7 +1,7 @@
 // Where the queries of a sequence lie in the tensors, and in the arrays that are kept by m-blocks of BLOCK_M rows: the
 // row statistics (lse: −LSE in base 2; delta: Σ O·dO − dLSE) and dq_accum, the sums of dQ. An m-block belongs to one
 // sequence, so accesses to these arrays need no bounds check: for rows past the end of a sequence the row statistics
-// are −∞ and 0.
+// are −∞ and 0. Instead of numbers they may be columns of the products (statistic_columns.cuh).
 #pragma once
 #include "config.cuh"
 #include "attention/seqlen.cuh"

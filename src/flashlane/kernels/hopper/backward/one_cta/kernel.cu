@@ -18,7 +18,7 @@
 // the columns of dQ, else half of its rows. dQ is summed in device memory, in the order of the accumulator's registers
 // (dq_accumulate.cuh). A step of a consumer, i the m-block:
 //
-//     issue S(i), dP(i) │ wait S │ P │ issue dV(i) │ wait dP │ dS, store it │ wait dV │ issue dQ(i−1), dK(i) │ wait dQ,
+//     issue S(i), dP(i) │ wait S │ P │ issue dV(i) │ wait dP │ dS, store it │ issue dQ(i−1), dK(i) │ wait dV │ wait dQ,
 //     store it │ wait dK
 //
 // dQ is one m-block late, so that neither consumer waits for the other's dS of this step. Where K has two stages, the

@@ -329,12 +329,8 @@ struct Consumer {
         if (ZEROES_QUERIES) zero_out_of_bounds_queries(uniform(step.rows));
     }
     // The operands of the step along k that subtracts a statistic.
-    __device__ __forceinline__ auto subtracted(Statistic which) const {
-        if constexpr (STATISTICS_IN_PRODUCTS) {
-            return LastStep{SMEM_SELECTORS + which * SELECTOR_BYTES, SMEM_LSE + q_stage() * LSE_BYTES};
-        } else {
-            return NoLastStep{};
-        }
+    __device__ __forceinline__ LastStep<STATISTICS_IN_PRODUCTS> subtracted(Statistic which) const {
+        return {SMEM_SELECTORS + which * SELECTOR_BYTES, SMEM_LSE + q_stage() * LSE_BYTES};
     }
     // Sᵀ = K·Qᵀ
     __device__ __forceinline__ void gemm_qk(int consumer) {
@@ -490,12 +486,13 @@ struct Consumer {
         }
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
-            float2 row = make_float2(0.f, 0.f);
-            if (!STATISTICS_IN_PRODUCTS) row = load_shared_float2(lse + i / 4 * 32);
+            const float2 row = load_statistic(lse + i / 4 * 32);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float minus = j % 2 ? row.y : row.x;
-                s[i + j] = STATISTICS_IN_PRODUCTS ? ex2(s[i + j] * p.score.scale_log2) : ex2(Score::TRANSFORMED ? s[i + j] + minus : fmaf(s[i + j], p.score.scale_log2, minus));
+                const float minus = j % 2 ? row.y : row.x, x = s[i + j], scale = p.score.scale_log2;
+                s[i + j] = ex2(Score::TRANSFORMED       ? x + minus
+                               : STATISTICS_IN_PRODUCTS ? x * scale
+                                                        : fmaf(x, scale, minus));
             }
             probabilities[i / 2] = Convert<Element>::pack(s[i], s[i + 1]);
             probabilities[i / 2 + 1] = Convert<Element>::pack(s[i + 2], s[i + 3]);
@@ -507,12 +504,10 @@ struct Consumer {
         const u32 delta = SMEM_DELTA + do_stage() * DELTA_BYTES + lane % 4 * 8;
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i += 4) {
-            float2 row = make_float2(0.f, 0.f);
-            if (!STATISTICS_IN_PRODUCTS) row = load_shared_float2(delta + i / 4 * 32);
+            const float2 row = load_statistic(delta + i / 4 * 32);
 #pragma unroll
             for (int j = i; j < i + 4; j += 2) {
-                float low = s[j] * (STATISTICS_IN_PRODUCTS ? dp[j] : dp[j] - row.x);
-                float high = s[j + 1] * (STATISTICS_IN_PRODUCTS ? dp[j + 1] : dp[j + 1] - row.y);
+                float low = s[j] * (dp[j] - row.x), high = s[j + 1] * (dp[j + 1] - row.y);
                 if constexpr (Score::HAS_DERIVATIVE) {
                     const float2 derivative = unpack_half2(derivatives[j / 2]);
                     low *= derivative.x, high *= derivative.y;

@@ -167,6 +167,11 @@ __device__ __forceinline__ u32 dq_target(u32 base, u32 count) {
 // The stage of the count-th slice of dQ that a consumer leaves for its dQ-store warp.
 __device__ __forceinline__ u32 dq_stage(u32 count, int consumer) { return count % DQ_STAGES * CONSUMERS + consumer; }
 
+// A statistic of two queries, of which a thread has four scores; 0 where the products subtract it.
+__device__ __forceinline__ float2 load_statistic(u32 address) {
+    return STATISTICS_IN_PRODUCTS ? make_float2(0.f, 0.f) : load_shared_float2(address);
+}
+
 // A count of what warps of the CTA have done, and what each did before.
 __device__ __forceinline__ void add_shared_release(u32 address, u32 x) {
     asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
