@@ -86,11 +86,12 @@ def name_of(config_and_source: tuple[Any, KernelSource]) -> str:
 def steps_of_consumers(config: OneCtaConfig) -> list[tuple[int, int]]:
     """wgmma of 16 and additions to dQ of a step of each consumer that has a loop of its own.
 
-    The products are S and dP over the head dims, dV and dK over the queries, dQ over the keys. Additions are of eight
-    queries and 64 columns, or of 64 queries and eight columns.
+    The products are S and dP over the head dims and statistics, dV and dK over the queries, dQ over the keys. Additions
+    are of eight queries and 64 columns, or of 64 queries and eight columns.
     """
     over_dims = -(-config.head_dim // 16) + -(-config.head_dim_v // 16)
-    products = over_dims + 2 * (config.block_m // 16) + config.block_n // 16
+    of_statistics = 2 * config.product_statistics
+    products = over_dims + of_statistics + 2 * (config.block_m // 16) + config.block_n // 16
     first = products, config.block_m // (8 if config.split_columns else 16)
     loops = [first] * (1 + config.own_loops)
     if config.mixed_dq:

@@ -69,6 +69,8 @@ def test_every_design_compiles_with_gradients_in_f32(problem: AttentionProblem) 
     config = config_of(problem)
     assert config.f32_dq and config.f32_dkdv and not config.unseen_keys and not config.stores_by_tma
     plain = backward.config_of(problem).specialised(problem)
+    if isinstance(plain, OneCtaConfig):  # with row statistics as numbers, as that has them
+        plain = replace(plain, subtracts_in_products=False)
     for source, like in zip(config.sources(), (*plain.sources(), None), strict=False):
         report = jit.compile(source, ARCH).report
         assert not [line for line in report.warnings if "spill" not in line]
