@@ -366,7 +366,8 @@ def test_the_backward_is_run_and_judged(
     sanitize = scripts("sanitize")
     zeros, total = torch.zeros, torch.Tensor.sum
 
-    def ours(*arguments: Any) -> Any:
+    def ours(*arguments: Any, config: Any) -> Any:
+        assert not config.product_statistics, "memcheck would stop it"
         assert torch.zeros is not zeros and torch.Tensor.sum is not total
         assert torch.zeros(2, 3, dtype=torch.int32, device="cpu").shape == (2, 3)
         return tiled_backward(*arguments)
@@ -385,8 +386,8 @@ def test_the_backward_is_run_and_judged(
     assert len(ran) == len(cases) - len(refused) == 27
     assert torch.zeros is zeros and torch.Tensor.sum is total
 
-    def spoilt(*arguments: Any) -> Any:
-        found = ours(*arguments)
+    def spoilt(*arguments: Any, config: Any) -> Any:
+        found = ours(*arguments, config=config)
         return found._replace(v=found.v * 1.1)
 
     monkeypatch.setattr(sanitize, "hopper_backward", spoilt)
