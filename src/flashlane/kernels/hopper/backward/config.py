@@ -36,6 +36,8 @@ ONE_CTA_HEAD_DIM = 128
 """Head dims up to which one CTA makes all gradients; accumulators of larger ones leave no registers for it."""
 MAX_HEAD_DIM = 256
 """Columns of an accumulator that leaves a warpgroup registers for the scores, and the largest head dim."""
+COLUMNS_BYTES = 12
+"""Of the row statistics of a query as columns (``statistic_columns.cuh``)."""
 FRAGMENT_COLUMNS = 16
 """Columns of dQ of a warp's accumulator of its transpose."""
 CONSUMERS = 2

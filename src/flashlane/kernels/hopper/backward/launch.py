@@ -20,7 +20,7 @@ from flashlane.jit import launch, launch_pool, tensormap
 from flashlane.jit.launch import Dim3
 from flashlane.kernels.hopper import sequence_rows
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
-from flashlane.kernels.hopper.backward.config import CONSUMERS, ROW_THREADS, GradientConfig
+from flashlane.kernels.hopper.backward.config import COLUMNS_BYTES, CONSUMERS, ROW_THREADS, GradientConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, InKernelDq
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, SplitQ
@@ -44,8 +44,6 @@ COUNTERS = 6
 """Integers of ``Counters`` in the same file."""
 PART_WORDS = 32
 """Words of 4 bytes; the size of each part of a call's device memory is a multiple of them."""
-STATISTIC_WORDS = 3
-"""Words of 4 bytes of a row's statistics in ``statistic_columns.cuh``."""
 STAGED_ROWS = 16
 """Rows of dK and dV that one TMA store takes: a warp's."""
 KINDS_KEPT = 16
@@ -249,7 +247,7 @@ def workspace_of(rows: RowBlocks, config: GradientConfig, split: SplitQ, in_kern
     """Row statistics, dq_accum, what counts additions to it, and dK and dV of splits, of the designs that have them."""
     sizes = {"lse": rows.all * rows.block_m, "delta": rows.all * rows.block_m}
     if config.product_statistics:
-        sizes = {"lse": rows.all * rows.block_m * STATISTIC_WORDS}
+        sizes = {"lse": rows.all * rows.block_m * COLUMNS_BYTES // 4}
     if config.dq_accum_floats:
         sizes |= {
             "dq_accum": rows.all * config.dq_accum_floats,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from flashlane.jit import KernelSource, shared_limit
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
-from flashlane.kernels.hopper.backward.config import CONSUMERS, GradientConfig, row_bytes
+from flashlane.kernels.hopper.backward.config import COLUMNS_BYTES, CONSUMERS, GradientConfig, row_bytes
 from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ LEAST_SCALE = 1e-3
 """Scale of the scores from which on, and up to its inverse, LSE over the scale has no overflow that its row has not."""
 MIXED_HEAD_DIM = 96
 """Head dims up to which :attr:`OneCtaConfig.mixed_dq` was faster; at 112 it was not."""
-QUERY_BYTES, WEIGHTS_BYTES = 12, 2 * 8 * 16
-"""Of the statistics of a query as columns, and of their weights (``statistic_columns.cuh``)."""
+WEIGHTS_BYTES = 2 * 8 * 16
+"""Of the weights of row statistics as columns (``statistic_columns.cuh``)."""
 TILE_BYTES, STEP_BYTES, DQ_TARGETS_BYTES = 32, 16, 4 * 8
 """Records in shared memory: of a tile, of a step, and of the slices of dQ that belong to a stage of Q."""
 
@@ -195,7 +195,7 @@ class OneCtaConfig(GradientConfig):
             "dS": 2 * m * n * 2,
             "dK and dV": n * {"both": qk + v, "in_turn": max(qk, v), "ds_and_room": CHUNK * 2}.get(staging, 0),
             "dQ": slices * CHUNK * 4 * self.slice_rows,
-            "statistics": self.q_stages * m * QUERY_BYTES + WEIGHTS_BYTES if product_statistics else stages * m * 4,
+            "statistics": self.q_stages * m * COLUMNS_BYTES + WEIGHTS_BYTES if product_statistics else stages * m * 4,
             "records": 2 * TILE_BYTES + (STEP_BYTES + DQ_TARGETS_BYTES) * self.q_stages,
             # Of two stages each of tiles and of dS; and the count of tiles that have added.
             "barriers": 8 * (8 + 2 * (self.k_stages + self.v_stages + stages) + 2 * self.dq_stages * CONSUMERS) + 16,
@@ -238,8 +238,14 @@ class OneCtaConfig(GradientConfig):
         """As that of all designs; a dQ in f32 is not written by idle warps, which would spill more registers."""
         ping_pong: PingPong = "off" if self.peeled and self.has_right else self.ping_pong  # as without a peeled step
         postprocess: Postprocess = "own_launch" if f32_dq else self.postprocess
-        tile = replace(self, in_kernel_zeros=False, peeled=False, ping_pong=ping_pong, postprocess=postprocess)
-        tile = replace(tile, subtracts_in_products=False)  # not timed
+        tile = replace(
+            self,
+            in_kernel_zeros=False,
+            peeled=False,
+            ping_pong=ping_pong,
+            postprocess=postprocess,
+            subtracts_in_products=False,
+        )
         return GradientConfig.for_sums(tile, f32_dq)
 
     def with_ranges(self) -> OneCtaConfig:
@@ -264,8 +270,9 @@ class OneCtaConfig(GradientConfig):
         zeros = zeros and postprocess != "idle_warps"
         split = self.split_q and not problem.deterministic
         subtracts = self.subtracts_in_products and LEAST_SCALE <= problem.scale <= 1 / LEAST_SCALE
-        tile = replace(self, dq=dq, postprocess=postprocess, split_q=split, in_kernel_zeros=zeros)
-        tile = replace(tile, subtracts_in_products=subtracts)
+        tile = replace(
+            self, dq=dq, postprocess=postprocess, split_q=split, in_kernel_zeros=zeros, subtracts_in_products=subtracts
+        )
         # Idle warps count the m-blocks that are assigned to each n-block.
         unseen = not tile.in_kernel_dq and has_unseen_keys(problem, self.block_n, self.block_m)
         return replace(GradientConfig.specialised(tile, problem), unseen_keys=unseen)
