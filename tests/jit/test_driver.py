@@ -32,6 +32,8 @@ def test_numbers_are_those_of_the_bindings() -> None:
     assert bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE == 0
     assert bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE == 0
     assert bindings.CUresult.CUDA_ERROR_NOT_FOUND == driver.NOT_FOUND
+    assert bindings.CUstream_flags.CU_STREAM_NON_BLOCKING == driver.NON_BLOCKING
+    assert bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED == driver.RELAXED
 
 
 def test_a_launch_as_the_bindings_lay_it_out() -> None:

@@ -57,6 +57,10 @@ L2_256B = 3
 """Of ``CUtensorMapL2promotion``."""
 NOT_FOUND = 500
 """``CUDA_ERROR_NOT_FOUND``."""
+NON_BLOCKING = 1
+"""Of ``CUstream_flags``: the stream does not wait for the legacy one."""
+RELAXED = 2
+"""Of ``CUstreamCaptureMode``: no call is refused while a stream is captured."""
 
 _TYPES: dict[str, tuple[Any, ...]] = {
     "cuInit": (_Unsigned,),
@@ -78,6 +82,13 @@ _TYPES: dict[str, tuple[Any, ...]] = {
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (_Handle, _Handle, _Int, ctypes.c_size_t),
     "cuTensorMapEncodeTiled": (_Handle, _Int, _Unsigned, *(_Handle,) * 5, *(_Int,) * 4),
     "cuTensorMapReplaceAddress": (_Handle, _Handle),
+    "cuStreamCreate": (_Handle, _Unsigned),
+    "cuStreamBeginCapture_v2": (_Handle, _Int),
+    "cuStreamEndCapture": (_Handle, _Handle),
+    "cuThreadExchangeStreamCaptureMode": (_Handle,),
+    "cuGraphInstantiateWithFlags": (_Handle, _Handle, ctypes.c_ulonglong),
+    "cuGraphDestroy": (_Handle,),
+    "cuGraphExecDestroy": (_Handle,),
 }
 
 
@@ -197,6 +208,38 @@ class Driver:
         """A function of an address that puts it into the map at a place and gives the driver's code:
         ``cuTensorMapReplaceAddress``, all but ready."""
         return functools.partial(self._function("cuTensorMapReplaceAddress"), _Handle(place))
+
+    def cuStreamCreate(self) -> tuple[int, int]:
+        """A stream that does not wait for the legacy one."""
+        return self._get("cuStreamCreate", _Handle, NON_BLOCKING)
+
+    def cuStreamBeginCapture(self, stream: int) -> tuple[int]:
+        """In relaxed mode."""
+        return (self._call("cuStreamBeginCapture_v2", stream, RELAXED),)
+
+    def cuStreamEndCapture(self, stream: int) -> tuple[int, int]:
+        graph = _Handle()
+        return self._call("cuStreamEndCapture", stream, ctypes.byref(graph)), graph.value
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> tuple[int, int]:
+        """The thread's mode so far."""
+        place = _Int(mode)
+        return self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(place)), place.value
+
+    def cuGraphInstantiate(self, graph: int) -> tuple[int, int]:
+        """Without flags."""
+        return self._get("cuGraphInstantiateWithFlags", _Handle, graph, 0)
+
+    def cuGraphDestroy(self, graph: int) -> tuple[int]:
+        return (self._call("cuGraphDestroy", graph),)
+
+    def cuGraphExecDestroy(self, graph: int) -> tuple[int]:
+        return (self._call("cuGraphExecDestroy", graph),)
+
+    def graph_launcher(self, graph: int) -> Callable[[int], int]:
+        """A function of a stream that launches an instantiated graph and gives the driver's code, all but ready."""
+        enqueue = ctypes.CFUNCTYPE(_Int, _Handle, _Handle)(("cuGraphLaunch", self._library))
+        return functools.partial(enqueue, _Handle(graph))
 
     def launcher(
         self, function: int, grid: Sequence[int], block: Sequence[int], shared: int, params: int, overlapped: bool

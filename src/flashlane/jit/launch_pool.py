@@ -19,6 +19,8 @@ shorter way.
 - A block that ``acquire`` finds under its key has maps that point to these addresses. Else the maps of another idle
   block are moved, or a block is made. At most :data:`BLOCKS_KEPT` keys have a block; the one unused longest goes first.
 - A launch that needs counters at 0 takes them from :func:`counters_of`, which says how.
+- A call that changed nothing of its block since the call before may enqueue the launches by ``enqueue_again``, which
+  after some such calls launches them as one graph (:mod:`~flashlane.jit.launch_graph`).
 - Kernels that another compiler made and loaded have such a plan, too: Triton's (``kernels/triton/driver_launch.py``).
 - Other device memory of a call comes from :func:`~flashlane.jit.launch.allocator`, which is torch's: it lives until the
   launches are enqueued, and torch gives it out again on the same stream only.
@@ -36,7 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from flashlane.jit import tensormap
+from flashlane.jit import launch_graph, tensormap
 from flashlane.jit.launch import Dim3, Function
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 BLOCKS_KEPT = 256
 """Keys that a pool keeps a block for: the addresses of a model's layers."""
 COUNTER_BYTES = 4
+RECURRENCES = 4
+"""Calls in which nothing of a block changed, after which its launches become a graph."""
 
 Key = tuple[Any, ...]
 Enqueue = Callable[[int], None]
@@ -134,10 +138,30 @@ class ParamsBlock:
         self._names: tuple[str, ...] = ()
         """The names of the pointers that were set last; most calls of a block set the same ones."""
         self._set = _set_none
+        self._unchanged = 0
+        """Calls since something of the block changed."""
+        self._graph: Callable[[int], int] | None = None
+        """All launches with the parameters of now."""
 
     def _enqueue_all(self, stream: int) -> None:
         for enqueue in self.enqueues:
             enqueue(stream)
+
+    def enqueue_again(self, stream: int) -> None:
+        """Enqueue every launch, with parameters that are those of the call before."""
+        graph = self._graph
+        if graph is None or (stream and _is_capturing()()):
+            self.enqueue(stream)
+            self._unchanged += 1
+            if self._unchanged == RECURRENCES and len(self.enqueues) > 1 and not (stream and _is_capturing()()):
+                self._graph = launch_graph.record(self.enqueue)
+        elif graph(stream):
+            self.changed()
+            self.enqueue(stream)  # which says why it cannot, if it cannot either
+
+    def changed(self) -> None:
+        """Parameters have changed, or are about to: no graph has them."""
+        self._graph, self._unchanged = None, 0
 
     def point_to(self, key: Key) -> None:
         """Move the tensor maps to the addresses of a key.
@@ -145,6 +169,7 @@ class ParamsBlock:
         Raises:
             ValueError: an address is no multiple of 16 bytes.
         """
+        self.changed()
         for operand, movers in self._movers:
             address = key[operand]
             if address != self._at[operand]:
@@ -160,6 +185,7 @@ class ParamsBlock:
 
         A name is that of a field; those in nested structures stay.
         """
+        self.changed()
         if names is not self._names:
             found = self._pointers.get(names)
             if found is None:
@@ -167,6 +193,13 @@ class ParamsBlock:
             self._names, self._set = names, found
         self._set(addresses)
         self.held = None
+
+
+@functools.cache
+def _is_capturing() -> Callable[[], bool]:
+    import torch
+
+    return torch.cuda.is_current_stream_capturing
 
 
 def _set_none(addresses: Sequence[int]) -> None:

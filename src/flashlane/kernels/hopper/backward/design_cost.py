@@ -48,6 +48,25 @@ PADDED = 0.42
 """Part of the columns that fill up a row's last chunk for which steps of two kernels take as long as for others."""
 
 
+HOST_BOUND = 100.0
+"""Microseconds of its products up to which a call's kernels may take less time than the host does, which launches them
+in 90 to 150 (docs/notebook/0057-launches-as-a-graph.md)."""
+PRODUCTS_TFLOPS = 500.0
+"""What the products of a backward reach."""
+
+
+def waits_for_host(problem: AttentionProblem, rows: int) -> bool:
+    """Whether a call's kernels may have ended before the host has launched those of the next one.
+
+    Args:
+        problem: the attention problem.
+        rows: of q, of all sequences.
+    """
+    pairs = sum(steps_of(problem, CHUNK, 2 * CHUNK)) * CHUNK * 2 * CHUNK * problem.kv_heads
+    flop = 5 * (problem.head_dim + problem.head_dim_v) * pairs * rows / max(1, problem.seqlen_q)
+    return flop <= HOST_BOUND * PRODUCTS_TFLOPS * 1e6
+
+
 def two_kernels_are_faster(problem: AttentionProblem) -> bool:
     """Whether ``split_dkdv_dq`` is predicted to take less time than ``two_cta``: dense tensors under a window."""
     return problem.window_left >= 0 and not problem.varlen and two_kernels(problem) < clusters(problem)

@@ -21,6 +21,7 @@ from flashlane.jit.launch import Dim3
 from flashlane.kernels.hopper import sequence_rows
 from flashlane.kernels.hopper.arch import ARCH, CHUNK
 from flashlane.kernels.hopper.backward.config import COLUMNS_BYTES, CONSUMERS, ROW_THREADS, GradientConfig
+from flashlane.kernels.hopper.backward.design_cost import waits_for_host
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, InKernelDq
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, SplitQ
@@ -307,6 +308,8 @@ class PreparedBackward:
         shapes = q_shape, k_shape, (*k_shape[:-1], problem.head_dim_v)
         self.gradients = tuple((tuple(shape), launch.packed(shape)) for shape in shapes)
         """Shapes and strides of dq, dk and dv."""
+        self.as_graph = waits_for_host(problem, q_shape[0] if problem.varlen else problem.batch * problem.seqlen_q)
+        """Calls that recur launch a graph."""
         self.offsets = tuple(4 * at for at in self.workspace.offsets.values())
         """Bytes from the start of a call's workspace to its parts."""
 
@@ -363,14 +366,16 @@ class PreparedBackward:
         return cached
 
     def _point_to(self, block: launch_pool.ParamsBlock, inputs: Inputs) -> None:
-        """Set where a call's lengths and score modifiers lie, in all launches."""
+        """Set where a call's lengths and score modifiers lie, in all launches, if that has changed."""
         if self.problem.varlen:
             pointers = self.seqlen_pointers_of(inputs)
             if pointers != block.seqlen_pointers:
                 for params in block.params:
                     params.seqlen.point_to(pointers)
                 block.seqlen_pointers = pointers
+                block.changed()
         if self.reads_score_tensors:
+            block.changed()
             pointers = score_pointers(inputs)
             for params in block.params:
                 if hasattr(params, "score"):
@@ -400,6 +405,7 @@ class PreparedBackward:
         names += ("dlogit_partials",) * has_row_gradients(self.problem)
         offsets, count, stores_by_tma = self.offsets, self.rows.of_a_head, self.config.stores_by_tma
         plain_lengths, has_score_tensors = plain_inputs_of(self.problem), self.reads_score_tensors
+        as_graph = self.as_graph
         plans: dict[Kind, launch_pool.LaunchPlan] = {}
         """The plans, by the strides of what is read."""
         latest: tuple[Kind | None, Any] = (None, None)
@@ -455,7 +461,8 @@ class PreparedBackward:
             if complete is not None:
                 for number in range(kernels):
                     complete(number, block.params[1 + number])
-            block.enqueue(stream_of(index))
+                block.changed()
+            (block.enqueue_again if as_graph else block.enqueue)(stream_of(index))
             plan.release(key, block)
             if partials is None:
                 return dq, dk, dv
