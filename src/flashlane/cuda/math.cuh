@@ -13,6 +13,19 @@ __device__ __forceinline__ constexpr int constant_min(int a, int b) { return a <
 // follows from it (addresses, descriptors of wgmma) in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+// Whether this is the thread that its warp elects, the same one each time. ptxas then knows that one thread takes the
+// branch, and puts operands of TMA into uniform registers at once. For any other choice of a thread, as lane 0, it writes
+// a loop over all threads that might be there.
+__device__ __forceinline__ bool elect_one() {
+    u32 elected;
+    asm volatile(
+        "{\n.reg .pred P;\n"
+        "elect.sync _|P, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, P;\n}"
+        : "=r"(elected));
+    return elected;
+}
+
 // a + b, added where this is called. The compiler would otherwise add what does not change in a loop before the loop,
 // and keep it in registers.
 __device__ __forceinline__ int add_here(int a, int b) {

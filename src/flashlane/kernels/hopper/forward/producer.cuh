@@ -54,6 +54,9 @@ struct Producer {
         }
     };
 
+    // The thread of a warp that issues its loads. Tiles of few rows, which wait for device memory, were 0.3 % slower with
+    // an elected one (docs/notebook/0059).
+    __device__ __forceinline__ bool issues() const { return CONSUMERS > 1 ? elect_one() : lane == 0; }
     // One thread of all that work on the same tiles.
     __device__ __forceinline__ bool takes_tiles() const { return threadIdx.x == 0 && rank == 0; }
 
@@ -189,7 +192,7 @@ struct Producer {
     }
     // The bytes that are to come until the barrier's phase is complete. cp.async counts none: it arrives afterwards.
     __device__ __forceinline__ void expect(u32 barrier, u32 bytes) const {
-        if (!cfg::GATHER && lane == 0) mbarrier_arrive_expect_tx(barrier, bytes);
+        if (!cfg::GATHER && issues()) mbarrier_arrive_expect_tx(barrier, bytes);
         if (cfg::PAGED) __syncwarp();
     }
 
@@ -220,7 +223,7 @@ struct Producer {
         if constexpr (cfg::PAGED) {
             load_pages<BLOCK_N, cfg::BOX_ROWS, CHUNKS, KV_CHUNK>(p.seqlen, sequence, map, destination, barrier,
                                                                  block.n_block, block.head, lane, column);
-        } else if (lane == 0) {
+        } else if (issues()) {
             constexpr int SHARE = BLOCK_N / CLUSTER;
             SequenceRows rows{sequence.k_first, sequence.k_length, sequence.k_batch};
             int row = block.first_key() + rank * SHARE;
@@ -253,7 +256,7 @@ struct Producer {
         const u32 q = SHARED(base, q) + queries.index * Q_BYTES, barrier = barrier_of(base, queries.index);
         const u32 full = SHARED(barrier, q_barriers.full);
         mbarrier_wait(SHARED(barrier, q_barriers.empty), queries.phase ^ 1);
-        if (lane == 0) {
+        if (issues()) {
             reinterpret_cast<WorkTile*>(shared_memory + offsetof(SharedStorage, tiles))[queries.index] = tile;
             mbarrier_arrive_expect_tx(full, has_keys ? Q_BYTES : 0);
             if (has_keys) {

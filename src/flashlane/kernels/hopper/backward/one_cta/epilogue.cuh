@@ -17,7 +17,7 @@ __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], c
 
 // ---- dK and dV through shared memory
 
-// Writes a warp's 16 rows of dK or dV, times `factor`, to `at`, and stores them as a bulk group of its first lane. Rows
+// Writes a warp's 16 rows of dK or dV, times `factor`, to `at`, and stores them as a bulk group of one lane. Rows
 // past the end of the keys are not stored.
 template <int DIM>
 __device__ __forceinline__ void stage_and_store(const float (&d)[DIM / 2], const WorkTile& tile, int first_row,
@@ -26,7 +26,7 @@ __device__ __forceinline__ void stage_and_store(const float (&d)[DIM / 2], const
     stage_accumulator<DIM>(d, at, chunk_bytes, factor);
     fence_proxy_async();
     __syncwarp();
-    if (threadIdx.x % WARP == 0) {
+    if (elect_one()) {
 #pragma unroll
         for (int i = 0; i < DIM; i += CHUNK_COLUMNS)
             store_rows<PACKED_ROWS>(map, at + i / CHUNK_COLUMNS * chunk_bytes, i, tile.first_key + first_row,

@@ -70,7 +70,7 @@ __device__ __forceinline__ void init_selectors(u32 base) {
 
 // The warps besides the consumers. Those that load and store are one thread each.
 __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base, int warp) {
-    if (threadIdx.x % WARP == 0) {
+    if (elect_one()) {
         if (warp == 0) {
             Producer{p, base}.run();
         } else if (Dq::TMA && warp <= CONSUMERS) {

@@ -74,7 +74,7 @@ struct Consumer {
 
     // Until TMA has read what this warp staged.
     __device__ __forceinline__ void wait_for_staged() const {
-        if (lane == 0) bulk_wait_read();
+        if (elect_one()) bulk_wait_read();
         __syncwarp();
     }
     // DQ_AND_DS: dV of a warp in its own fragment of dQ, and dK of two warps in each stage of dS, in this
@@ -106,7 +106,7 @@ struct Consumer {
         arrive(SMEM(ds_empty), dq_slices() % DS_STAGES);
         if (complete) {
             stage_dk(tile);
-            if (lane == 0) bulk_wait_read_but_last();     // dV
+            if (elect_one()) bulk_wait_read_but_last();   // dV
             __syncwarp();
         }
         leave_dq();

@@ -52,7 +52,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     if (warpgroup == 0) {
         setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
         if (warp == 0) {
-            if (threadIdx.x % WARP == 0) Producer{p, base, tile, rank}.run();
+            if (elect_one()) Producer{p, base, tile, rank}.run();
             __syncwarp();
         }
     } else {

@@ -30,7 +30,7 @@ __device__ __forceinline__ void run_tile(const Params& p, const QueryTile& tile)
     const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / 4;
     if (warpgroup == 0) {
         setmaxnreg_dec<cfg::PRODUCER_REGISTERS>();
-        if (warp == 0 && threadIdx.x % WARP == 0) Producer{p, base, tile}.run();
+        if (warp == 0 && elect_one()) Producer{p, base, tile}.run();
     } else {
         setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
         Consumer(p, base, tile, warpgroup - 1).run();

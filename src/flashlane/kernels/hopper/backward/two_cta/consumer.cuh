@@ -162,7 +162,7 @@ struct Consumer {
     }
     // Until TMA has read what this warp staged.
     __device__ __forceinline__ void wait_for_staged() const {
-        if (lane == 0) bulk_wait_read();
+        if (elect_one()) bulk_wait_read();
         __syncwarp();
     }
     // By TMA: a warp's rows, whose copies run under the next tile.
@@ -175,7 +175,7 @@ struct Consumer {
         stage_accumulator<DIM>(d, to, STAGED_CHUNK, factor);
         fence_proxy_async();
         __syncwarp();
-        if (lane != 0) return;
+        if (!elect_one()) return;
         const KeysRecord keys = keys_record(base, tiles);
         const OwnerRecord owner = owner_record(base, tiles);
 #pragma unroll

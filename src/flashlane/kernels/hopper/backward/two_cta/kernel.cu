@@ -52,7 +52,7 @@ __device__ __forceinline__ void init_barriers(u32 base) {
 }
 
 __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base, int rank, int warp) {
-    if (threadIdx.x % WARP == 0) {
+    if (elect_one()) {
         if (warp == 0) {
             const RowsProducer<Q_STAGES, QK_CHUNKS> producer{
                 p, base, rank, p.q, p.lse, SMEM(q), SMEM(lse), SMEM(q_step), SMEM(q_full), SMEM(q_empty)};

@@ -199,7 +199,7 @@ struct DkConsumer : Consumer<1> {
     __device__ __forceinline__ void send_ds() {
         fence_proxy_async();
         named_barrier_sync(WARPGROUP_BARRIER + 1, WARPGROUP);
-        if (warp == 0 && lane == 0) {
+        if (warp == 0 && elect_one()) {
             const u32 full = barrier_of(SMEM(ds_full), ds_written().index), peer = 1 - rank;
             mbarrier_expect_tx_before_copies(full, ROWS_CHUNK);
             bulk_copy(address_in(own_ds_tile(), peer), own_ds_tile(), ROWS_CHUNK, address_in(full, peer));
