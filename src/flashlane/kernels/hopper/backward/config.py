@@ -50,7 +50,7 @@ def row_bytes(head_dim: int) -> int:
 
 NO_MODIFIERS = ScoreConfig()
 PROBLEM_FIELDS = ("dtype", "head_dim", "head_dim_v", "has_left", "has_right", "varlen", "score", "deterministic")
-PROBLEM_FIELDS += ("block_lists", "mask_bits", "unseen_keys", "query_ranges", "f32_dkdv", "f32_dq")
+PROBLEM_FIELDS += ("block_lists", "mask_bits", "unseen_keys", "query_ranges", "f32_dkdv", "f32_dq", "heads_inner")
 """Fields that a problem decides, and not the tile."""
 Config = TypeVar("Config", bound="GradientConfig")
 
@@ -81,6 +81,8 @@ class GradientConfig(ABC):
     """dK and dV are written in f32, for a caller that adds them to others, and not in the operands' type."""
     f32_dq: bool = False
     """So is dQ."""
+    heads_inner: bool = False
+    """A tile's steps go through all query heads of an m-block before the next one, where they have no other order."""
     program: str = ""
     """Text of ``program.cuh``, which changes scores and masks; empty without."""
     heads_per_section: int = 0
@@ -139,6 +141,11 @@ class GradientConfig(ABC):
         return (DeviceSource(first, rows), *main, *(DeviceSource(last, rows) for last in others[len(regions) :]))
 
     @property
+    def other_step_order(self) -> bool:
+        """The steps of a tile have an order that :attr:`heads_inner` does not change."""
+        return self.in_order or self.query_ranges or self.block_lists
+
+    @property
     def dq_accum_floats(self) -> int:
         """Sums of dQ of an m-block in device memory; 0 where dQ is summed in registers."""
         return self.block_m * -(-self.head_dim // FRAGMENT_COLUMNS) * FRAGMENT_COLUMNS
@@ -189,6 +196,7 @@ class GradientConfig(ABC):
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
         constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits, "MIXED_DQ": self.mixed_dq}
         constants |= {"STATISTICS_IN_PRODUCTS": self.product_statistics}
+        constants |= {"HEADS_INNER": self.heads_inner and not self.other_step_order}
         constants |= {"F32_DKDV": self.f32_dkdv, "ZEROING_CTAS": self.zeroing_ctas}
         constants.setdefault("F32_DQ", False)
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner, rs_first)),)

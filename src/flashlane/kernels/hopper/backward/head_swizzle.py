@@ -17,6 +17,10 @@ LONG_CHAIN = 64
 """Tiles of a head beyond which a deterministic launch under a causal mask is bound by their order."""
 SHORT_STEPS, SHORT_CHAIN = 64, 32
 """Head dims whose steps take no longer than an addition, and tiles of a head up to which twice the heads help."""
+HEADS_INNER_GROUP, HEADS_INNER_ABOVE = 8, 64
+"""Query heads that share keys, and head dims above which, a causal launch is faster whose steps go through these heads
+first: 1.03 times in the mean of 16 problems, 0.99 to 1.11. With groups of 4 and with D 64 it was 0.93 to 1.01
+(docs/notebook/0058-steps-of-a-group.md)."""
 TWO_CTA_HEADS = 8
 """Heads of a section with which 66 clusters are fastest, at any length (notebook 0012)."""
 COMPARED = (2, 4, 8, 16, 32, 64)
@@ -121,6 +125,20 @@ def _bytes_of_head(problem: AttentionProblem) -> int:
     """Bytes of a query head: Q and dO, which are read, and dQ, which is summed in f32."""
     width = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + 4 * problem.head_dim
     return problem.seqlen_q * width
+
+
+def steps_through_heads(problem: AttentionProblem, split: bool) -> bool:
+    """Whether a tile's steps go through all query heads of an m-block before the next one, from the last m-block on.
+
+    Under a causal mask tiles are of unlike length. If each went through one query head after the other, those that
+    begin together would soon be at different heads, with more rows between them than the L2 cache holds.
+
+    Args:
+        problem: the attention problem.
+        split: whether tiles are split along their steps, and begin anywhere; then it was 0.94 to 1.03 times as fast.
+    """
+    many = problem.group >= HEADS_INNER_GROUP and problem.head_dim > HEADS_INNER_ABOVE
+    return many and problem.has_right_only and not (problem.deterministic or split)
 
 
 def two_cta_heads_per_section(problem: AttentionProblem) -> int:

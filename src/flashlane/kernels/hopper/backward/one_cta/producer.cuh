@@ -72,6 +72,25 @@ struct Producer {
             return;
         }
         const int end = (tile.kv_head + 1) * tile.group;
+        const auto load_step = [&](int head, int m_block, long long row_block) {
+            load_q(tile, seqlen, head, m_block, row_block);
+            load_dout(seqlen, head, m_block, row_block);
+            if (first) {
+                // The preprocess kernel zeroes dq_accum for a first tile of its own, which does not wait for it.
+                if (IN_KERNEL_DQ || (IN_KERNEL_ZEROS && !(FIRST_TILE_OWN && tiles == 1)))
+                    AssignedBlocks{p}.wait_for_zeros(at.batch * p.kv_heads + at.head);
+                load_keys(tile);
+            }
+            first = false;
+            if (FIRST_TILE_OWN && steps == 0) load_first_statistics(row_block + m_block);
+        };
+        if constexpr (cfg::HEADS_INNER) {
+            for (int m_block = tile.m_blocks.high - 1; m_block >= tile.m_blocks.low; --m_block)
+#pragma unroll 1
+                for (int head = end - tile.group; head < end; ++head, ++steps)
+                    load_step(head, m_block, first_row_block(p, seqlen, tile.batch, head));
+            return;
+        }
         int i = SPLIT_Q ? range.begin % m_blocks : 0, left = range.count();
         for (int head = end - tile.group + (SPLIT_Q ? range.begin / m_blocks : 0); SPLIT_Q ? left > 0 : head < end;
              ++head, i = 0) {
@@ -87,16 +106,7 @@ struct Producer {
                     seqlen = seqlen_of(p, tile.batch, range);
                     row_block = first_row_block(p, seqlen, tile.batch, head);
                 }
-                load_q(tile, seqlen, head, m_block, row_block);
-                load_dout(seqlen, head, m_block, row_block);
-                if (first) {
-                    // The preprocess kernel zeroes dq_accum for a first tile of its own, which does not wait for it.
-                    if (IN_KERNEL_DQ || (IN_KERNEL_ZEROS && !(FIRST_TILE_OWN && tiles == 1)))
-                        AssignedBlocks{p}.wait_for_zeros(at.batch * p.kv_heads + at.head);
-                    load_keys(tile);
-                }
-                first = false;
-                if (FIRST_TILE_OWN && steps == 0) load_first_statistics(row_block + m_block);
+                load_step(head, m_block, row_block);
             }
         }
     }

@@ -7,7 +7,7 @@ from dataclasses import replace
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward.design_cost import mean_columns, microseconds_around
-from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, steps_of
+from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, steps_of, steps_through_heads
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.one_cta.config import IN_DS, Dq, OneCtaConfig, PingPong
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import in_kernel_dq_of, worth_it
@@ -136,7 +136,8 @@ def finished(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     few_queries = wide and tile.block_m == 64 and tile.k_stages > 1 and tile.ping_pong == "until_issued"
     tile = replace(tile, skips_hidden=few_queries and masked and not (problem.varlen or problem.deterministic))
     tile = tile.specialised(problem)
-    return replace(tile, split_q=split_of(problem, tile, SMS).splits > 1)
+    split = split_of(problem, tile, SMS).splits > 1
+    return replace(tile, split_q=split, heads_inner=steps_through_heads(problem, split))
 
 
 def registers_of_score(problem: AttentionProblem) -> int:

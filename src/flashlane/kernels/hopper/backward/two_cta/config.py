@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from flashlane.jit import shared_limit
 from flashlane.kernels.hopper.arch import ARCH, CHUNK, SMS
 from flashlane.kernels.hopper.backward.config import FRAGMENT_COLUMNS, ONE_CTA_HEAD_DIM, GradientConfig, row_bytes
-from flashlane.kernels.hopper.backward.head_swizzle import two_cta_heads_per_section
+from flashlane.kernels.hopper.backward.head_swizzle import steps_through_heads, two_cta_heads_per_section
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
 from flashlane.kernels.hopper.backward.split_q import split_of
@@ -55,6 +55,10 @@ class TwoCtaConfig(GradientConfig):
         zeros = self.in_kernel_zeros and not problem.varlen and problem.window_left < 0
         tile = replace(self, unseen_keys=unseen, in_kernel_zeros=zeros)
         return GradientConfig.specialised(tile, problem)
+
+    @property
+    def other_step_order(self) -> bool:
+        return self.split_q or super().other_step_order
 
     @property
     def stores_by_tma(self) -> bool:  # type: ignore[override]
@@ -137,4 +141,5 @@ def pick(problem: AttentionProblem) -> TwoCtaConfig:
     worth = zeros_are_worth_it(problem, zeros, tile.block_m, tile.block_n, CTAS)
     tile = replace(tile, in_kernel_zeros=worth)
     tile = tile.specialised(problem)
-    return replace(tile, split_q=split_of(problem, tile, SMS // CTAS).splits > 1)
+    split = split_of(problem, tile, SMS // CTAS).splits > 1
+    return replace(tile, split_q=split, heads_inner=steps_through_heads(problem, split))

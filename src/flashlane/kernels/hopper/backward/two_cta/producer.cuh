@@ -89,9 +89,12 @@ struct RowsProducer {
         }
     }
     // Loads the m-blocks of each head that shares the tile's keys, one after the other, and returns the steps so far.
+    // HEADS_INNER: all heads of an m-block before the next one, from the last m-block on.
     __device__ __forceinline__ u32 load_tile(u32 tile, int left, u32 steps_done) const {
         const OwnerRecord owner = owner_record(base, tile);
-        int head = owner.kv_head * (p.heads / p.kv_heads), m_block = steps_record(base, tile).low;
+        const int group = p.heads / p.kv_heads;
+        int head = owner.kv_head * group, m_block = steps_record(base, tile).low;
+        if (cfg::HEADS_INNER) m_block = steps_record(base, tile).high - 1;
         int row_block = (cfg::VARLEN ? head : owner.batch * p.heads + head) * p.row_blocks + m_block;
         if (cfg::VARLEN) row_block += steps_record(base, tile).q_first / BLOCK_M + owner.batch;  // first_row_block
         if (cfg::SPLIT_Q && left > 0) {
@@ -103,6 +106,11 @@ struct RowsProducer {
 #pragma unroll 1
         for (; left > 0; --left, ++steps_done) {
             load_m_block(tile, PipelineStateAt<STAGES>(steps_done), head, m_block * BLOCK_M, row_block);
+            if constexpr (cfg::HEADS_INNER) {
+                ++head, row_block += p.row_blocks;
+                if (left % group == 1) head -= group, --m_block, row_block -= group * p.row_blocks + 1;
+                continue;
+            }
             const StepsRecord steps = steps_record(base, tile);
             ++row_block;
             if (++m_block == steps.high) {
@@ -151,7 +159,7 @@ struct KeysProducer {
     }
     // The same by a whole warp, which also zeroes m-blocks for each tile.
     __device__ __forceinline__ void run_and_zero() {
-        const bool first = threadIdx.x % WARP == 0;
+        const bool first = elect_one();
         const AssignedBlocks blocks{p};
         griddepcontrol_wait();                            // for the semaphores
         for (u32 tile = 0;; ++tile) {
