@@ -8,7 +8,6 @@ where they lay in the step before. A graph holds the parameters as they were whe
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +20,8 @@ GRAPHS_KEPT = 256
 
 _recording = threading.Lock()
 """Held while a thread records: there is one stream for it on each device."""
+_streams: dict[int, int] = {}
+"""The stream of each device on which launches are recorded."""
 _kept: set[int] = set()
 """The driver's handles of the graphs that are kept."""
 
@@ -66,11 +67,14 @@ def _instantiate(api: Driver, enqueue: Callable[[int], None]) -> int | None:
     return None if code else handle
 
 
-@functools.cache
 def _stream_of(device: int) -> int | None:
     """A stream of the device for recording, on which nothing ever runs; the device is the current one."""
-    code, stream = driver().cuStreamCreate()
-    return None if code else stream
+    if device not in _streams:
+        code, stream = driver().cuStreamCreate()
+        if code:  # as in a thread that has not used CUDA yet
+            return None
+        _streams[device] = stream
+    return _streams[device]
 
 
 @contextlib.contextmanager
