@@ -26,11 +26,11 @@ def test_a_tree_against_itself(script: ModuleType, tmp_path: Path, capsys: pytes
     assert found["script"] == script.SCRIPT and list(found["rows"]) == [
         f"{way}: {problem}" for way in ("forward", "backward", "both")
     ]
-    # Preprocess, gradients, postprocess; dq, dk, dv and the workspace; and the output and the LSE.
+    # Preprocess, gradients and postprocess as one graph; dq, dk, dv and the workspace; and the output and the LSE.
     counted = [(row[tree]["launches"], row[tree]["allocations"]) for row in found["rows"].values() for tree in row]
-    assert counted == [(1, 1)] * 2 + [(3, 4)] * 2 + [(4, 6)] * 2
+    assert counted == [(1, 1)] * 2 + [(1, 4)] * 2 + [(2, 6)] * 2
     assert all(0 < row[tree]["us_q1"] <= row[tree]["us"] for row in found["rows"].values() for tree in row)
-    assert capsys.readouterr().out.count("launches 3 -> 3, allocations 4 -> 4") == 1
+    assert capsys.readouterr().out.count("launches 1 -> 1, allocations 4 -> 4") == 1
 
 
 def test_a_tree_that_fails_is_named(script: ModuleType, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ It imports nothing that flashlane does not import, so that a process can tell wh
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -30,6 +31,10 @@ class Driver:
 
         return launch
 
+    def graph_launcher(self, graph: int) -> Callable[[int], int]:
+        """The launches of a graph count as one, which is what they take the host."""
+        return self.launcher(graph)
+
     def cuFuncGetAttribute(self, attribute: int, _: Any) -> tuple[int, int]:
         # The Hopper kernels have dynamic shared memory alone.
         return 0, {0: 1024, 4: 128}.get(attribute, 0)
@@ -52,6 +57,11 @@ def install() -> Driver:
     memory = torch.zeros(1 << 16, dtype=torch.int32)
     word = ctypes.sizeof(ctypes.c_void_p)
     launch.driver = lambda: driver  # type: ignore[assignment]
+    with contextlib.suppress(ImportError):  # of a tree before there were graphs
+        from flashlane.jit import launch_graph
+
+        launch_graph.driver = launch.driver
+        launch_graph.device_getter = lambda: lambda: None
     launch._primary_context = lambda device: 1  # type: ignore[assignment]
     launch.stream_getter = lambda: lambda device: STREAM
     launch.device_getter = lambda: lambda: None
