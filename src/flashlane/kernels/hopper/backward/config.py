@@ -165,8 +165,9 @@ class GradientConfig(ABC):
         """The specialised tile for a caller that adds dK and dV to others, and dQ as well with ``f32_dq``: in f32.
 
         All n-blocks are tiles, as the preprocess kernel zeroes the gradients of the others where they are contiguous.
+        Steps through the heads of a group were not timed with them.
         """
-        return replace(self, unseen_keys=False, f32_dkdv=True, f32_dq=f32_dq)
+        return replace(self, unseen_keys=False, heads_inner=False, f32_dkdv=True, f32_dq=f32_dq)
 
     def gradient_source(
         self,
