@@ -14,7 +14,7 @@ __device__ __forceinline__ constexpr int constant_min(int a, int b) { return a <
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Whether this is the thread that its warp elects, the same one each time. ptxas then knows that one thread takes the
-// branch, and puts operands of TMA into uniform registers at once. For any other choice of a thread, as lane 0, it writes
+// branch, and puts operands of TMA into uniform registers at once. For any other choice of a thread, as lane 0, it has
 // a loop over all threads that might be there.
 __device__ __forceinline__ bool elect_one() {
     u32 elected;

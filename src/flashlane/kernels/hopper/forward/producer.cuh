@@ -54,8 +54,8 @@ struct Producer {
         }
     };
 
-    // The thread of a warp that issues its loads. Tiles of few rows, which wait for device memory, were 0.3 % slower with
-    // an elected one (docs/notebook/0059).
+    // The thread of a warp that issues its loads. Tiles of few rows, which wait for device memory, were 0.3 % slower
+    // with an elected one (docs/notebook/0059).
     __device__ __forceinline__ bool issues() const { return CONSUMERS > 1 ? elect_one() : lane == 0; }
     // One thread of all that work on the same tiles.
     __device__ __forceinline__ bool takes_tiles() const { return threadIdx.x == 0 && rank == 0; }

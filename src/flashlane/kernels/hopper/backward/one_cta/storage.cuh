@@ -66,8 +66,8 @@ static_assert(STAGING == Staging::REGISTERS || !cfg::F32_DKDV, "a tensor map can
 // With additions in order each tile walks the queries in the direction in which the tiles before it arrive there
 // earlier: with a causal mask, from the last m-block to the first.
 constexpr bool DESCENDING_M_BLOCKS = Dq::IN_ORDER && cfg::HAS_RIGHT;
-// With HEADS_INNER a tile's steps go through all heads of an m-block before the next one, from the last m-block on: then
-// tiles that begin together read the same rows at the same time, however long they are.
+// With HEADS_INNER a tile's steps go through all heads of an m-block before the next one, from the last m-block on, so
+// that tiles that begin together read the same rows at the same time, however long they are.
 static_assert(!cfg::HEADS_INNER || !(SPLIT_Q || Dq::IN_ORDER || cfg::QUERY_RANGES), "these have an order of their own");
 
 // What the consumers look up of a tile and of a step, 16 bytes at a time: they have no registers to carry it.
