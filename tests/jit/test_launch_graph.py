@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flashlane.jit import driver, launch_graph, launch_pool
+from flashlane.jit.launch import LaunchError
 from flashlane.jit.launch_pool import RECURRENCES, Launch, LaunchPlan, ParamsBlock
 
 STREAM, RECORDING = 7, 99
@@ -37,6 +38,8 @@ class Machine:
     def prepare(self, grid: Any, cta: Any, shared: int, params: Any, *, overlapped: bool) -> Callable[[int], None]:
         def enqueue(stream: int) -> None:
             if stream == RECORDING:
+                if "enqueue" in self.refuses:
+                    raise LaunchError("no launch in a capture")
                 assert self.capturing is not None
                 self.capturing.append(params.out)
             else:
@@ -173,7 +176,7 @@ def test_in_a_capture_every_launch_is_enqueued(machine: Machine, monkeypatch: py
     assert kinds(machine)[2:] == ["graph"]
 
 
-@pytest.mark.parametrize("step", ["create", "begin", "end", "instantiate", "launch"])
+@pytest.mark.parametrize("step", ["create", "begin", "enqueue", "end", "instantiate", "launch"])
 def test_where_the_driver_refuses_every_launch_is_enqueued(machine: Machine, step: str) -> None:
     machine.refuses = {step}
     block = block_of(machine)

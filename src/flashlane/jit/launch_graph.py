@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from flashlane.jit.driver import RELAXED, Driver, driver
-from flashlane.jit.launch import device_getter
+from flashlane.jit.launch import LaunchError, device_getter
 
 GRAPHS_KEPT = 256
 """Graphs that a process keeps at most; one of three launches takes 0.1 MB of device memory."""
@@ -56,11 +56,17 @@ def _instantiate(api: Driver, enqueue: Callable[[int], None]) -> int | None:
     stream = _stream_of(device_getter()())
     if stream is None or api.cuStreamBeginCapture(stream)[0]:
         return None
+    refused = False
     try:
         enqueue(stream)
+    except LaunchError:
+        refused = True
     finally:
         code, graph = api.cuStreamEndCapture(stream)
     if code:
+        return None
+    if refused:
+        api.cuGraphDestroy(graph)
         return None
     code, handle = api.cuGraphInstantiate(graph)
     api.cuGraphDestroy(graph)
