@@ -216,3 +216,19 @@ def test_two_threads_do_not_record_at_once(machine: Machine) -> None:
     proceed.set()
     other.join()
     assert launch_graph.record(lambda stream: None) is not None
+
+
+@pytest.mark.parametrize(("text", "graphs"), [("0", 0), ("1", 1), (" 2 ", 2), ("", 3)])
+def test_the_variable_says_how_many(machine: Machine, monkeypatch: pytest.MonkeyPatch, text: str, graphs: int) -> None:
+    monkeypatch.setenv("FLASHLANE_GRAPHS", text)
+    blocks = [block_of(machine) for _ in range(3)]
+    for block in blocks:
+        calls(block, RECURRENCES + 1)
+    assert kinds(machine).count("graph") == graphs
+
+
+@pytest.mark.parametrize("text", ["many", "-1", "1.5"])
+def test_what_is_no_number_is_named(machine: Machine, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("FLASHLANE_GRAPHS", text)
+    with pytest.raises(ValueError, match=f"FLASHLANE_GRAPHS is '{text}'; it may be a number"):
+        launch_graph.most_graphs()

@@ -8,6 +8,7 @@ where they lay in the step before. A graph holds the parameters as they were whe
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,8 +16,9 @@ from collections.abc import Callable, Iterator
 from flashlane.jit.driver import RELAXED, Driver, driver
 from flashlane.jit.launch import LaunchError, device_getter
 
-GRAPHS_KEPT = 256
-"""Graphs that a process keeps at most; one of three launches takes 0.1 MB of device memory."""
+GRAPHS_VARIABLE, GRAPHS_KEPT = "FLASHLANE_GRAPHS", 256
+"""Graphs that a process keeps at most, unless the variable says another number; one of three launches takes 0.1 MB of
+device memory."""
 
 _recording = threading.Lock()
 """Held while a thread records: there is one stream for it on each device."""
@@ -37,7 +39,7 @@ def record(enqueue: Callable[[int], None]) -> Callable[[int], int] | None:
         two threads may call it at one time. None where another thread is recording, where as many graphs as may be are
         kept, or where the driver refuses.
     """
-    if len(_kept) >= GRAPHS_KEPT or not _recording.acquire(blocking=False):
+    if len(_kept) >= most_graphs() or not _recording.acquire(blocking=False):
         return None
     try:
         with _any_call_allowed():
@@ -50,6 +52,18 @@ def record(enqueue: Callable[[int], None]) -> Callable[[int], int] | None:
     _kept.add(handle)
     weakref.finalize(launch, _destroy, handle).atexit = False
     return launch
+
+
+def most_graphs() -> int:
+    """``FLASHLANE_GRAPHS`` (0 keeps none), else :data:`GRAPHS_KEPT`.
+
+    Raises:
+        ValueError: it is not a number.
+    """
+    text = os.environ.get(GRAPHS_VARIABLE, "").strip()
+    if text and not text.isdecimal():
+        raise ValueError(f"{GRAPHS_VARIABLE} is {text!r}; it may be a number of graphs, such as 0 or {GRAPHS_KEPT}")
+    return int(text) if text else GRAPHS_KEPT
 
 
 def _instantiate(api: Driver, enqueue: Callable[[int], None]) -> int | None:
