@@ -149,11 +149,11 @@ class ParamsBlock:
 
     def enqueue_again(self, stream: int) -> None:
         """Enqueue every launch, with parameters that are those of the call before."""
-        graph = self._graph
-        if graph is None or (stream and _is_capturing()()):
+        graph, capturing = self._graph, stream != 0 and _is_capturing()()  # stream 0 cannot be captured
+        if graph is None or capturing:
             self.enqueue(stream)
             self._unchanged += 1
-            if self._unchanged == RECURRENCES and len(self.enqueues) > 1 and not (stream and _is_capturing()()):
+            if self._unchanged == RECURRENCES and len(self.enqueues) > 1 and not capturing:
                 self._graph = launch_graph.record(self.enqueue)
         elif graph(stream):
             self.changed()

@@ -49,9 +49,9 @@ PROBLEMS = {
 }
 
 
-SPILLS_BEFORE_ELECTION = 224
-"""Bytes that the bound allowed the deterministic kernel of D 128 before producers were elected threads: since then it
-spills 8 bytes less (212), and the kernel that it is compared with 60 (100)."""
+SPILLS_OF_DETERMINISTIC = 212
+"""Bytes that the deterministic kernel of D 128 may spill. By the rule for the others it might spill 224 before
+producers were elected threads, and spilled 220; since then what it is compared with spills 100 in place of 160."""
 
 
 @pytest.fixture
@@ -93,7 +93,8 @@ def test_the_steady_loop_has_the_products_of_the_plain_one(problem: AttentionPro
     packed = problem.window_left >= 0
     plain = replace(config_of_rank(problem, RANGES), query_ranges=False, f32_dkdv=False, varlen=packed)
     (text, spills), (before, spills_before) = compiled(config_of_rank(problem, RANGES)), compiled(plain)
-    assert spills <= max(spills_before + 64, SPILLS_BEFORE_ELECTION)
+    wide_in_order = problem.deterministic and problem.head_dim > 64
+    assert spills <= (SPILLS_OF_DETERMINISTIC if wide_in_order else spills_before + 64)
     for loop, other in zip(steady_loops(text), steady_loops(before), strict=True):
         products, same = ([op for op in each if op.startswith("HGMMA")] for each in (loop, other))
         assert products == same

@@ -143,7 +143,8 @@ class GradientConfig(ABC):
     @property
     def other_step_order(self) -> bool:
         """The steps of a tile have an order that :attr:`heads_inner` does not change."""
-        return self.in_order or self.query_ranges or self.block_lists
+        split = getattr(self, "split_q", False)  # of the designs that split tiles
+        return split or self.in_order or self.query_ranges or self.block_lists
 
     @property
     def dq_accum_floats(self) -> int:

@@ -1,4 +1,5 @@
-"""Which of the two designs above D 128 takes less time under a window: one kernel of clusters, or two kernels.
+"""What a backward is predicted to take: whether its launches wait for the host, and which design is faster above D 128
+under a window, one kernel of clusters or two kernels.
 
 Clusters make five products and sum dQ in device memory, which is zeroed before and read after them. Two kernels make
 seven products, and sum dQ in registers. So a narrow window, whose tiles have few steps, is for two kernels: with 128

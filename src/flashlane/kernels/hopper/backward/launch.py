@@ -308,7 +308,8 @@ class PreparedBackward:
         shapes = q_shape, k_shape, (*k_shape[:-1], problem.head_dim_v)
         self.gradients = tuple((tuple(shape), launch.packed(shape)) for shape in shapes)
         """Shapes and strides of dq, dk and dv."""
-        self.as_graph = waits_for_host(problem, q_shape[0] if problem.varlen else problem.batch * problem.seqlen_q)
+        rows = q_shape[0] if problem.varlen else problem.batch * problem.seqlen_q
+        self.as_graph = not self.reads_score_tensors and waits_for_host(problem, rows)
         """Calls that recur launch a graph."""
         self.offsets = tuple(4 * at for at in self.workspace.offsets.values())
         """Bytes from the start of a call's workspace to its parts."""
@@ -366,7 +367,7 @@ class PreparedBackward:
         return cached
 
     def _point_to(self, block: launch_pool.ParamsBlock, inputs: Inputs) -> None:
-        """Set where a call's lengths and score modifiers lie, in all launches, if that has changed."""
+        """Set where a call's lengths and score modifiers lie, in all launches."""
         if self.problem.varlen:
             pointers = self.seqlen_pointers_of(inputs)
             if pointers != block.seqlen_pointers:
@@ -375,7 +376,6 @@ class PreparedBackward:
                 block.seqlen_pointers = pointers
                 block.changed()
         if self.reads_score_tensors:
-            block.changed()
             pointers = score_pointers(inputs)
             for params in block.params:
                 if hasattr(params, "score"):

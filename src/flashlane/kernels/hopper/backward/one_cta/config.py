@@ -109,10 +109,6 @@ class OneCtaConfig(GradientConfig):
         return self.subtracts_in_products and fits and not changed
 
     @property
-    def other_step_order(self) -> bool:
-        return self.split_q or super().other_step_order
-
-    @property
     def stores_by_tma(self) -> bool:  # type: ignore[override]
         return self.staging != "registers"
 

@@ -57,10 +57,6 @@ class TwoCtaConfig(GradientConfig):
         return GradientConfig.specialised(tile, problem)
 
     @property
-    def other_step_order(self) -> bool:
-        return self.split_q or super().other_step_order
-
-    @property
     def stores_by_tma(self) -> bool:  # type: ignore[override]
         return self.tma_stores and not self.f32_dkdv and sum(self._regions(True).values()) <= shared_limit(ARCH)
 
