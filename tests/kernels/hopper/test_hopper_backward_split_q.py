@@ -199,10 +199,42 @@ def test_queries_and_keys_of_packed_sequences_may_be_unlike() -> None:
         assert found.splits <= MAX_SPLITS and found.tiles <= 24 * 2 * math.ceil(split_q.coarse(keys[0]) / 128)
 
 
-def test_counts_are_rounded_up_by_an_eighth_at_most() -> None:
-    for count in (0, 1, 15, 16, 17, 5826, 17172, 1 << 20):
-        assert count <= split_q.coarse(count) <= count + count // 8
-    assert len({split_q.coarse(count) for count in range(4096, 8192)}) == 9
+def test_counts_are_rounded_up_by_a_thirty_second_at_most() -> None:
+    for count in (0, 1, 15, 16, 17, 63, 64, 65, 5826, 17172, 1 << 20):
+        assert count <= split_q.coarse(count) <= count + count // 32
+    assert len({split_q.coarse(count) for count in range(4096, 8192)}) == 33
+
+
+def test_a_few_tiles_are_split_where_a_round_is_short() -> None:
+    """280 tiles of one long sequence are 4.2 rounds of 66 clusters. 16 of them in four parts make the 0.2 even."""
+    problem = asked(192, batch=3, heads=8, kv_heads=8, seqlen=4393, varlen=True)
+    config = config_of(problem)
+    found = DESIGNS[config.design].schedule(config, problem, SMS, total=(5166, 5166)).split_q
+    assert config.split_q and found.tiles == 16 and found.splits == 4
+
+
+def test_a_kernel_has_splits_where_only_more_tokens_than_the_longest_sequence_need_them() -> None:
+    """132 tiles of the longest sequence are a round of 132 SMs, and those of the others a part of another one."""
+    problem = asked(64, batch=4, heads=16, kv_heads=2, seqlen=8448, varlen=True)
+    config = one_cta_tiles.pick(problem)
+    assert split_of(problem, config, SMS, total=(8448, 8448)) == SplitQ() and config.split_q
+    assert split_of(problem, config, SMS, total=(10560, 10560)).splits > 1
+    assert not one_cta_tiles.pick(replace(problem, heads=128, kv_heads=128)).split_q, "rounds of 8448 tiles"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_of_split_tiles_are_those_that_the_kernel_takes(seed: int) -> None:
+    """The first tiles are split, in the middle of a sequence too, and each of the others is taken whole."""
+    chance = random.Random(seed)
+    order = [(chance.randint(1, 9), chance.randint(2, 40)) for _ in range(chance.randint(1, 6))]
+    tiles, splits = chance.randint(0, sum(count for count, _ in order)), chance.randint(2, 8)
+    steps = [count for number, count in order for _ in range(number)]
+    expected = [cost for count in steps[:tiles] for cost in split_q._costs([count], splits)]
+    expected += [count + split_q.START for count in steps[tiles:]]
+    runs = list(split_q._runs_of_split(order, tiles, splits, split_q.START))
+    assert sorted(cost for cost, number in runs for _ in range(number)) == sorted(expected)
+    last = [cost for cost, number in runs for _ in range(number)][-1]
+    assert last == expected[-1]
 
 
 @pytest.mark.parametrize(

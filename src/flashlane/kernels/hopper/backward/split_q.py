@@ -11,8 +11,9 @@ as long as all others together do on 132 SMs. So the tiles of the longest sequen
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from flashlane.core.problem import AttentionProblem
@@ -26,12 +27,12 @@ from flashlane.kernels.hopper.backward.head_swizzle import (
     two_cta_heads_per_section,
 )
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
-from flashlane.kernels.makespan import makespan, sections_of
+from flashlane.kernels.makespan import makespan, makespan_of_runs, sections_of
 
 if TYPE_CHECKING:
     from flashlane.core.ranges import QueryRanges
 
-MAX_SPLITS, MAX_SPLITS_OF_PACKED = 8, 4
+MAX_SPLITS = 8
 """Parts of a tile."""
 START, WAIT, ADD = 2.0, 1.5, 1.0
 """Steps that it takes to begin and end a split, to wait for the other splits, and to add what one of them made."""
@@ -49,6 +50,10 @@ MAX_BYTES = 40 << 20
 """The most bytes of device memory for the splits' dK and dV; of packed sequences what dQ takes in f32, if more."""
 LEAST_OF_PACKED = 0.05
 """The same as :data:`LEAST_SAVING` for packed sequences, of whose lengths the host knows the longest and the sum."""
+TOKENS_COMPARED = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
+"""Tokens of a launch, in lengths of its longest sequence, for which it is compared whether tiles are split."""
+COARSE_BITS = 6
+"""Bits of a length that tell packed sequences apart."""
 BISECTIONS = 20
 """Of the quotient of lengths that follow each other."""
 MAX_STEPS = 1 << 24
@@ -233,9 +238,24 @@ def _costs(steps: Sequence[int], splits: int, start: float | None = None) -> lis
 
 
 def coarse(count: int) -> int:
-    """The count, rounded up to four bits: batches of other lengths, which are many, seldom need another simulation."""
-    unit = 1 << max(0, count.bit_length() - 4)
+    """The count, rounded up to six bits: batches of other lengths, which are many, seldom need another simulation."""
+    unit = 1 << max(0, count.bit_length() - COARSE_BITS)
     return -(-count // unit) * unit
+
+
+def splits_some(problem: AttentionProblem, config: GradientConfig, workers: int) -> bool:
+    """Whether tiles of some launches of a problem are split, by which its kernel is compiled.
+
+    For the arguments see :func:`split_of`. Packed sequences have other tokens in each launch, which are taken for
+    so many times the longest sequence.
+    """
+    if not problem.varlen:
+        return split_of(problem, config, workers).splits > 1
+    for times in TOKENS_COMPARED:
+        tokens = (round(times * problem.seqlen_q), round(times * problem.seqlen_k))
+        if times <= problem.batch and split_of(problem, config, workers, total=tokens).splits > 1:
+            return True
+    return False
 
 
 @memoised
@@ -243,33 +263,54 @@ def _split_of_packed(problem: AttentionProblem, config: GradientConfig, workers:
     """How the tiles of packed sequences are split whose lengths are :func:`lengths_like` those of the problem."""
     queries = lengths_like(problem.seqlen_q, total[0], problem.batch)
     keys = lengths_like(problem.seqlen_k, total[1], problem.batch)
-    steps = [
+    of_sequences = [
         steps_of(replace(problem, varlen=False, batch=1, seqlen_q=q, seqlen_k=k), config.block_m, config.block_n)
         for q, k in zip(queries, keys, strict=True)
         if k
     ]
-    work = problem.kv_heads * sum(count + START for of_one in steps for count in of_one) / workers
+    runs = ((steps, len(list(alike))) for of_one in of_sequences for steps, alike in groupby(of_one))
+    order = [(problem.kv_heads * count, steps) for steps, count in runs]
+    start = CLUSTER_START if config.design == "two_cta" else START
+    longest = max((steps for _, steps in order), default=0)
+    even = sum(tiles * (steps + start) for tiles, steps in order) / workers
+    whole = makespan_of_runs([(steps + start, tiles) for tiles, steps in order], workers) if order else 0.0
+    best, choice = (1 - LEAST_OF_PACKED) * whole, WHOLE_TILES
+    if not 1 < longest <= MAX_STEPS or even >= best:
+        return WHOLE_TILES
     bytes_of_dq = 4 * problem.heads * config.head_dim * total[0]
     most_splits = max(MAX_BYTES, bytes_of_dq) // (4 * config.block_n * (config.head_dim + config.head_dim_v))
+    of_first = list(accumulate(len(of_one) * problem.kv_heads for of_one in of_sequences))
+    compared = {of_first[min(2**i, len(of_first)) - 1] for i in range(len(of_first).bit_length() + 1)}
+    compared |= {workers * quarters // 4 for quarters in range(1, 5) if workers * quarters // 4 < of_first[-1]}
+    for tiles in sorted(compared):
+        for splits in range(2, MAX_SPLITS + 1):
+            if tiles * (splits - 1) <= most_splits:
+                time = makespan_of_runs(_runs_of_split(order, tiles, splits, start), workers)
+                if time < best:
+                    best, choice = time, SplitQ(tiles, splits)
+    return choice
 
-    def takes(sequences: int, splits: int) -> float:
-        costs = [cost for of_one in steps[:sequences] for cost in _costs(of_one, splits)]
-        costs += [cost for of_one in steps[sequences:] for cost in _costs(of_one, 1)]
-        return makespan(costs, [problem.kv_heads], workers, simulated=len(costs) * problem.kv_heads)
 
-    whole = takes(0, 1)
-    best, choice = (1 - LEAST_OF_PACKED) * whole, WHOLE_TILES
-    if not 1 < max((max(of_one) for of_one in steps), default=0) <= MAX_STEPS or work > best:
-        return WHOLE_TILES
-    sequences, tiles = 1, len(steps[0]) * problem.kv_heads
-    while True:
-        for splits in range(2, MAX_SPLITS_OF_PACKED + 1):
-            if tiles * (splits - 1) <= most_splits and (time := takes(sequences, splits)) < best:
-                best, choice = time, SplitQ(tiles, splits)
-        if sequences == len(steps):
-            return choice
-        sequences = min(2 * sequences, len(steps))
-        tiles = sum(map(len, steps[:sequences])) * problem.kv_heads
+def _runs_of_split(
+    order: Sequence[tuple[int, int]], tiles: int, splits: int, start: float
+) -> Iterator[tuple[float, int]]:
+    """Runs of one cost, of which the first tiles are split: (cost, launched at once) in their order.
+
+    Args:
+        order: tiles that follow each other, and the steps of each.
+        tiles: that are split.
+        splits: of each of them.
+        start: what a tile takes besides its steps.
+    """
+    for count, steps in order:
+        split = min(count, tiles)
+        tiles -= split
+        if split:
+            *others, last = _costs([steps], splits, start)
+            yield others[0], split * len(others)
+            yield last, split
+        if count > split:
+            yield steps + start, count - split
 
 
 def lengths_like(longest: int, total: int, count: int) -> list[int]:

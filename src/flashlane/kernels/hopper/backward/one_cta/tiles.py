@@ -12,7 +12,7 @@ from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it
 from flashlane.kernels.hopper.backward.one_cta.config import IN_DS, Dq, OneCtaConfig, PingPong
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import in_kernel_dq_of, worth_it
 from flashlane.kernels.hopper.backward.seen_keys import seen_n_blocks
-from flashlane.kernels.hopper.backward.split_q import split_of
+from flashlane.kernels.hopper.backward.split_q import splits_some
 from flashlane.kernels.memory_rate import on_sector
 from flashlane.kernels.score import ScoreConfig
 
@@ -136,7 +136,7 @@ def finished(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     few_queries = wide and tile.block_m == 64 and tile.k_stages > 1 and tile.ping_pong == "until_issued"
     tile = replace(tile, skips_hidden=few_queries and masked and not (problem.varlen or problem.deterministic))
     tile = tile.specialised(problem)
-    split = split_of(problem, tile, SMS).splits > 1
+    split = splits_some(problem, tile, SMS)
     return replace(tile, split_q=split, heads_inner=steps_through_heads(problem, split))
 
 

@@ -11,7 +11,7 @@ from flashlane.kernels.hopper.backward.config import FRAGMENT_COLUMNS, ONE_CTA_H
 from flashlane.kernels.hopper.backward.head_swizzle import steps_through_heads, two_cta_heads_per_section
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
-from flashlane.kernels.hopper.backward.split_q import split_of
+from flashlane.kernels.hopper.backward.split_q import splits_some
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
@@ -137,5 +137,5 @@ def pick(problem: AttentionProblem) -> TwoCtaConfig:
     worth = zeros_are_worth_it(problem, zeros, tile.block_m, tile.block_n, CTAS)
     tile = replace(tile, in_kernel_zeros=worth)
     tile = tile.specialised(problem)
-    split = split_of(problem, tile, SMS // CTAS).splits > 1
+    split = splits_some(problem, tile, SMS // CTAS)
     return replace(tile, split_q=split, heads_inner=steps_through_heads(problem, split))
