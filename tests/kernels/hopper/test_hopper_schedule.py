@@ -15,7 +15,7 @@ from timed_problems import problem_titled
 
 from flashlane.core.problem import MAX_SPLITS, AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
-from flashlane.kernels.hopper.forward import select, tile_scheduler
+from flashlane.kernels.hopper.forward import cost, select, tile_scheduler
 
 ARCHIVE = Path(__file__).parents[3] / "benchmarks" / "archive"
 
@@ -149,6 +149,28 @@ def test_splits_of_few_rows_fill_the_last_wave() -> None:
                              head_dim_v=128)  # fmt: skip
         config = select.config_for(problem)
         assert (select.splits_of(problem, config) > 1) == splits == config.split
+
+
+def test_splits_of_few_rows_in_a_cache_are_those_of_full_sequences() -> None:
+    """97 tiles leave 35 of 132 SMs idle, and may have any lengths: whole they took 1.7 times as long."""
+    for batch, keys, splits in ((97, 30208, True), (19 * 8, 65520, True), (56 * 2, 600, False)):
+        problem = problem_of(8, keys, batch=batch, heads=8, kv_heads=1, head_dim=128, head_dim_v=128)
+        cached = replace(problem, seqused_k=True)
+        config = select.config_for(cached)
+        assert (select.splits_of(cached, config) > 1) == splits == config.split
+        assert select.splits_of(cached, config) == select.splits_of(problem, select.config_for(problem))
+
+
+def test_few_rows_have_a_deferred_maximum_where_scores_are_only_scaled() -> None:
+    few = problem_of(8, 4000, batch=40, heads=8, kv_heads=1, head_dim=128, head_dim_v=128)
+    plain = select.config_for(few)
+    assert (plain.consumers, plain.block_n, plain.deferred_max, plain.late_wait) == (1, 128, True, True)
+    assert cost.coefficients_of(plain) == cost.coefficients_of(replace(plain, late_wait=False))
+    for other in ({"softcap": True}, {"alibi": "head"}, {"window_left": 300, "window_right": 0}):
+        config = select.config_for(replace(few, **other))
+        assert (config.consumers, config.deferred_max, config.late_wait) == (1, False, False), other
+    wide = select.config_for(replace(few, head_dim=192, head_dim_v=192))
+    assert (wide.block_n, wide.deferred_max) == (96, False)
 
 
 def test_sections_of_heads_under_a_causal_mask() -> None:

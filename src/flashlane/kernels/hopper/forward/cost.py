@@ -114,7 +114,9 @@ def coefficients_of(config: HopperConfig) -> Coefficients:
 @functools.lru_cache(maxsize=1024)
 def _coefficients_of(head_dim: int, columns_v: int, shape: TileShape) -> Coefficients:
     one = class_of(head_dim, columns_v)
-    fitted = coefficients()[0].get(name_of(one.head_dim, one.head_dim_v, shape))
+    named, alike = coefficients()[0], replace(shape, late_wait=not shape.late_wait)
+    names = (name_of(one.head_dim, one.head_dim_v, each) for each in (shape, alike))
+    fitted = next((named[name] for name in names if name in named), None)
     work = (head_dim + columns_v) / (one.head_dim + one.head_dim_v)
     if fitted is None:
         block = products_of(CONSUMER_ROWS * shape.consumers, shape.block_n, one)

@@ -213,11 +213,13 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     """The shapes that a problem may get; what it asks besides a mask takes registers."""
     score, seqlen = ScoreConfig.of(problem), SeqlenConfig.of(problem)
     one = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
+    plain = not score.transformed and (one.head_dim <= NARROW or keys_of_window(problem) >= WIDE_WINDOW)
     if has_few_rows(problem):
-        shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows,)
+        deferred = plain and not _must_gather(problem)
+        shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows_without_modifier if deferred else one.few_rows,)
     else:
         shapes, loaded = one.shapes_with_derivative if score.has_derivative else one.shapes, one.loaded
-        if not score.transformed and (one.head_dim <= NARROW or keys_of_window(problem) >= WIDE_WINDOW):
+        if plain:
             shapes = one.shapes_without_modifier
             loaded = loaded if _must_gather(problem) else one.loaded_plain or loaded
         shapes_able = loaded if seqlen.cache or seqlen.paged else shapes
@@ -396,9 +398,9 @@ def splits_full_waves(problem: AttentionProblem, config: HopperConfig) -> bool:
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
     """Parts that a problem's keys are split into, of whole n-blocks: ``num_splits``, or as many as fill the SMs.
 
-    Few rows read K and V as fast as memory delivers: the number of splits is then that of the least predicted time,
-    unless sequences may be shorter. Of other dense tensors it is, too, where the configuration has splits: their
-    partial results are written and read again.
+    Few rows read K and V as fast as memory delivers: the number of splits is then that of the least predicted time. In
+    a cache it is predicted as if all sequences filled it (notebook 0060). Of other dense tensors it is so, too, where
+    the configuration has splits: their partial results are written and read again.
     """
     if splits_are_predicted(problem):
         return _predicted_splits(problem, config) if config.split else 1
@@ -407,7 +409,7 @@ def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
         return 1
     m_blocks = tile_scheduler.ceil_div(problem.seqlen_q * pack, block_m)
     work_tiles = problem.batch * problem.heads // config.packed_heads * config.v_slices * m_blocks
-    by_memory = not problem.num_splits and has_few_rows(problem) and not split_kv.lengths_differ(problem)
+    by_memory = not problem.num_splits and has_few_rows(problem)
     if not (problem.num_splits or by_memory) and tile_scheduler.fills(work_tiles):
         return 1
     last = range(max(0, m_blocks - 4), m_blocks)
