@@ -166,7 +166,7 @@ def test_few_rows_have_a_deferred_maximum_where_scores_are_only_scaled() -> None
     plain = select.config_for(few)
     assert (plain.consumers, plain.block_n, plain.deferred_max, plain.late_wait) == (1, 128, True, True)
     assert cost.coefficients_of(plain) == cost.coefficients_of(replace(plain, late_wait=False))
-    for other in ({"softcap": True}, {"alibi": "head"}, {"window_left": 300, "window_right": 0}):
+    for other in ({"softcap": 20.0}, {"alibi": True}, {"window_left": 300, "window_right": 0}):
         config = select.config_for(replace(few, **other))
         assert (config.consumers, config.deferred_max, config.late_wait) == (1, False, False), other
     wide = select.config_for(replace(few, head_dim=192, head_dim_v=192))
