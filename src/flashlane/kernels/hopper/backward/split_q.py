@@ -284,7 +284,8 @@ def _split_of_packed(problem: AttentionProblem, config: GradientConfig, workers:
     compared |= {workers * quarters // 4 for quarters in range(1, 5) if workers * quarters // 4 < of_first[-1]}
     for tiles in sorted(compared):
         for splits in range(2, MAX_SPLITS + 1):
-            if tiles * (splits - 1) <= most_splits:
+            added = tiles * (sum(_costs([0], splits, start)) - start) / workers
+            if tiles * (splits - 1) <= most_splits and even + added < best:
                 time = makespan_of_runs(_runs_of_split(order, tiles, splits, start), workers)
                 if time < best:
                     best, choice = time, SplitQ(tiles, splits)
