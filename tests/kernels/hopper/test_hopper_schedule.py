@@ -159,6 +159,11 @@ def test_splits_of_few_rows_in_a_cache_are_those_of_full_sequences() -> None:
         config = select.config_for(cached)
         assert (select.splits_of(cached, config) > 1) == splits == config.split
         assert select.splits_of(cached, config) == select.splits_of(problem, select.config_for(problem))
+    tall = replace(cached, batch=96, heads=16, seqlen_k=27733)  # 128 rows, of which a tile has all, too
+    config = select.config_for(tall)
+    assert config.block_m == 128 and config.split and select.splits_of(tall, config) > 1
+    chunk = select.config_for(replace(tall, seqlen_q=64))
+    assert not chunk.split, "a group's rows are 8 tiles"
 
 
 def test_few_rows_have_a_deferred_maximum_where_scores_are_only_scaled() -> None:

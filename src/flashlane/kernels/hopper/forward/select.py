@@ -398,9 +398,9 @@ def splits_full_waves(problem: AttentionProblem, config: HopperConfig) -> bool:
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
     """Parts that a problem's keys are split into, of whole n-blocks: ``num_splits``, or as many as fill the SMs.
 
-    Few rows read K and V as fast as memory delivers: the number of splits is then that of the least predicted time. In
-    a cache it is predicted as if all sequences filled it (notebook 0060). Of other dense tensors it is so, too, where
-    the configuration has splits: their partial results are written and read again.
+    One tile with all rows of a key/value head reads K and V as fast as memory delivers: the number of splits is then
+    that of the least predicted time. In a cache it is predicted as if all sequences filled it (notebook 0060). Of other
+    dense tensors it is so, too, where the configuration has splits: their partial results are written and read again.
     """
     if splits_are_predicted(problem):
         return _predicted_splits(problem, config) if config.split else 1
@@ -409,7 +409,7 @@ def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
         return 1
     m_blocks = tile_scheduler.ceil_div(problem.seqlen_q * pack, block_m)
     work_tiles = problem.batch * problem.heads // config.packed_heads * config.v_slices * m_blocks
-    by_memory = not problem.num_splits and has_few_rows(problem)
+    by_memory = not problem.num_splits and m_blocks == 1 and config.packed_heads == problem.group
     if not (problem.num_splits or by_memory) and tile_scheduler.fills(work_tiles):
         return 1
     last = range(max(0, m_blocks - 4), m_blocks)
