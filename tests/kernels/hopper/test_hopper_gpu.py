@@ -37,7 +37,9 @@ needs_hopper = pytest.mark.skipif(arch_of(HERE) != "sm_90a", reason="needs an sm
 ROWS = [
     (one, shape, causal)
     for one in tiles.CLASSES
-    for shape in dict.fromkeys((*one.shapes, *one.plain, *one.loaded_plain, *one.loaded))
+    for shape in dict.fromkeys(
+        (*one.shapes, *one.plain, *one.loaded_plain, *one.loaded, one.few_rows, one.few_rows_without_modifier)
+    )
     for causal in (False, True)
 ]
 
@@ -106,7 +108,8 @@ def test_every_tile_of_the_tables(number: int) -> None:
 DEFERRED = tuple(
     (head_dim, replace(shape, deferred_max=True))
     for head_dim, shape in (
-        (64, tiles.M192N128S3), (64, tiles.M256N64S4), (128, tiles.M192N64S3), (128, tiles.M128N128S3)
+        (64, tiles.M192N128S3), (64, tiles.M256N64S4), (128, tiles.M192N64S3), (128, tiles.M128N128S3),
+        (96, replace(tiles.M64N128S3, late_wait=True)),
     )
 )  # fmt: skip
 """Head dims and shapes whose deferred maximum is tested."""
@@ -141,11 +144,42 @@ def test_a_deferred_maximum_is_raised(number: int, causal: bool, growth: str) ->
     config = specialise(HopperConfig(problem.dtype_name, head_dim, head_dim, **asdict(shape)), problem)
     assert config.deferred_max
     out, lse = run(problem, inputs, config)
-    ref_out, ref_lse = reference_attention(problem, inputs, torch.float64)
-    torch.testing.assert_close(lse.double(), ref_lse.double(), rtol=2e-6, atol=1e-4)
-    assert (out.double() - ref_out).norm() <= RELATIVE[dtype] * ref_out.norm()
+    assert_near(problem, inputs, out, lse)
     again = run(problem, inputs, config)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+def assert_near(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """The same as :func:`assert_right` for scores of any size, where an LSE in f32 has an error in proportion to it."""
+    ref_out, ref_lse = reference_attention(problem, inputs, torch.float64)
+    torch.testing.assert_close(lse.double(), ref_lse.double(), rtol=2e-6, atol=1e-4)
+    assert (out.double() - ref_out).norm() <= RELATIVE[problem.dtype] * ref_out.norm()
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("growth", GROWTHS)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_deferred_maximum_of_few_rows_in_a_cache(head_dim: int, page: int, splits: int, growth: str) -> None:
+    """Four queries of 16 heads are the 64 rows of a tile. A sequence fills the cache, and one has a part of a block."""
+    dtype, used = (torch.bfloat16, torch.float16)[page > 0], torch.tensor([1504, 700, 33], device=HERE).int()
+    q = torch.randn(3, 4, 32, head_dim, device=HERE).to(dtype)
+    k, v = (torch.randn(3, 1504, 2, head_dim, device=HERE).to(dtype) for _ in range(2))
+    growing(q, k, growth)
+    for i, keys in enumerate(used.tolist()):
+        k[i, keys:], v[i, keys:] = math.nan, math.nan
+    table = None
+    if page:
+        k, v = (t.reshape(-1, page, 2, head_dim) for t in (k, v))
+        order = torch.randperm(k.shape[0], device=HERE)
+        k, v, table = k[order], v[order], order.argsort().reshape(3, -1).int()
+    inputs = Inputs(q, k, v, seqused_k=used, block_table=table)
+    problem = AttentionProblem.from_inputs(inputs, causal=True, num_splits=splits)
+    config = KERNEL.config(problem)
+    assert (config.consumers, config.deferred_max, config.late_wait, config.split) == (1, True, True, splits > 1)
+    assert_near(problem, inputs, *run(problem, inputs, config))
 
 
 @pytest.mark.gpu
