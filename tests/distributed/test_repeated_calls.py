@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +143,25 @@ def test_an_equal_mesh_of_new_process_groups(tmp_path: Path) -> None:
         assert own.run(on_new_groups, os.fspath(tmp_path)) == [[2, 2]] * 2
     finally:
         own.close()
+
+
+AT_THE_END = """
+import atexit, sys, weakref
+groups = []
+atexit.register(lambda: print("kept" if groups[0]() is not None else "ended"))  # runs after those that come later
+import torch
+import torch.distributed as dist
+from flashlane.distributed import context_parallel_attn_func  # modules of torch that come later keep the group
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+groups.append(weakref.ref(dist.group.WORLD))
+q = torch.randn(1, 8, 2, 8)
+context_parallel_attn_func(q, q, q)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_destroyed_group_has_ended_before_the_interpreter_does(tmp_path: Path) -> None:
+    """A thread of gloo that wants the interpreter's lock while it ends would abort the process."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_END, tmp_path / "store"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr

@@ -6,6 +6,7 @@ process with all tokens. ``docs/context-parallel.md`` shows which tokens a rank 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import zlib
@@ -242,6 +243,9 @@ _agreed: dict[Key, _Call] = {}
 """Checked calls on which all ranks agreed, by everything that the checks read; they are not checked again."""
 AGREED_SIZE = 4096
 registry.on_change(_agreed.clear)
+# Groups end with the last of their calls. A thread of a gloo group that is there when the interpreter ends may need
+# its lock, and then ends the process by an error.
+atexit.register(_agreed.clear)
 
 
 @torch.compiler.disable
