@@ -21,7 +21,7 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +184,7 @@ def fit_unaligned(rows: list[Row], traffic: cost.Traffic) -> cost.Traffic:
     ]
     ratios = {}
     for unaligned, unshared, tile in itertools.product(UNALIGNED, UNSHARED, UNALIGNED_TILE):
-        tried = dataclasses.replace(traffic, unaligned=unaligned, unshared=unshared, unaligned_tile=tile)
+        tried = traffic._replace(unaligned=unaligned, unshared=unshared, unaligned_tile=tile)
         errors = np.array([math.log(row.time_in_class(tried) / row.microseconds) for row in rows])
         set_offsets(rows, errors)
         spread = float(np.std(errors - np.array([row.offset for row in rows])))
@@ -226,8 +226,8 @@ def main() -> int:
         values = fit(rows, traffic, values)
         set_offsets(rows, errors_of(rows, values, traffic))
         for name, tried in () if arguments.keep else GRID.items():
-            spread = {value: spread_of(rows, values, dataclasses.replace(traffic, **{name: value})) for value in tried}
-            traffic = dataclasses.replace(traffic, **{name: min(spread, key=spread.get)})
+            spread = {value: spread_of(rows, values, traffic._replace(**{name: value})) for value in tried}
+            traffic = traffic._replace(**{name: min(spread, key=spread.get)})
         summary = print_regrets("fitted", rows, errors_of(rows, values, traffic))
     print(traffic)
     print_regrets("fitted", rows, errors_of(rows, values, traffic), worst=15)
@@ -253,7 +253,7 @@ def main() -> int:
         "seed": source["seed"],
         "environment": {name: source["environment"].get(name) for name in ("device", "commit", "date")},
         "fit": summary,
-        "traffic": asdict(traffic),
+        "traffic": traffic._asdict(),
         "shapes": shapes,
     }
     write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")

@@ -53,8 +53,7 @@ MAX_SPLITS = 128
 """Most splits of the keys that ``num_splits`` may ask for; a larger number counts as this one."""
 
 
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """What the library must know of an argument of :class:`Inputs`."""
 
     differentiable: bool = False

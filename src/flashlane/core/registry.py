@@ -16,8 +16,7 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from flashlane.core import aliases
 from flashlane.core.repeats import Repeat, RepeatBackward
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
     from flashlane.jit import Compiled, KernelSource
 
 
-@dataclass(frozen=True)
-class Definition:
+class Definition(NamedTuple):
     """A module that defines kernels."""
 
     module: str
@@ -172,8 +170,7 @@ class Kernel(ABC):
         return f"<{type(self).__name__} {self.tag}>"
 
 
-@dataclass(frozen=True)
-class Resources:
+class Resources(NamedTuple):
     """What one launch of a compiled configuration takes."""
 
     threads: int
@@ -212,8 +209,7 @@ class TunableKernel(Kernel):
         return self.low_precision_reference(problem)
 
 
-@dataclass(frozen=True)
-class DeviceSource:
+class DeviceSource(NamedTuple):
     """One device file that a configuration is compiled from, and what a launch of it takes."""
 
     source: KernelSource

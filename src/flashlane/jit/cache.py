@@ -17,8 +17,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 DIRECTORY_VARIABLE = "FLASHLANE_CACHE_DIR"
 LIMIT_VARIABLE = "FLASHLANE_CACHE_LIMIT"
@@ -35,8 +35,7 @@ _STALE_SECONDS = 3600.0
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-@dataclass(frozen=True)
-class CacheState:
+class CacheState(NamedTuple):
     """What a cache folder holds."""
 
     entries: int
@@ -187,8 +186,7 @@ def ptx(folder: Path | None = None) -> DiskCache:
     return DiskCache(folder or PTX_FOLDER, reads_only=folder is None, suffix=_PTX)
 
 
-@dataclass(frozen=True)
-class Installed:
+class Installed(NamedTuple):
     """The cubins of an installed package ``flashlane-cubins``, compiled elsewhere (``tools/cubin_wheel.py``)."""
 
     store: DiskCache

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashlane.jit import cache, toolchain
 from flashlane.jit.report import CompileReport, first_errors, read_log
@@ -56,8 +56,7 @@ class KernelSource:
                 raise TypeError(f"{name} is {pairs!r}; it must be a tuple of tuples, as a kernel is a key of its cubin")
 
 
-@dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """A kernel's cubin and what the compiler said of it."""
 
     cubin: bytes
@@ -240,8 +239,7 @@ def _prepare(source: KernelSource, arch: str, options: tuple[str, ...]) -> _Task
     return _Task(source, arch, headers, (f"--gpu-architecture={arch}", *OPTIONS, *options), start)
 
 
-@dataclass(frozen=True)
-class _Task:
+class _Task(NamedTuple):
     """A kernel that is to be loaded or compiled."""
 
     source: KernelSource

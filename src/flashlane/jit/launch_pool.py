@@ -35,8 +35,7 @@ import functools
 import operator
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from flashlane.jit import launch_graph, tensormap
 from flashlane.jit.launch import Dim3, Function
@@ -58,8 +57,7 @@ Enqueue = Callable[[int], None]
 # --- plans ---
 
 
-@dataclass(frozen=True)
-class Map:
+class Map(NamedTuple):
     """A tensor map among a launch's parameters."""
 
     field: str
@@ -70,8 +68,7 @@ class Map:
     """The map of a tensor at an address."""
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """A kernel with all that does not depend on addresses. Clusters are part of the function."""
 
     function: Function

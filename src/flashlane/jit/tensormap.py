@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from flashlane.jit import driver as api
 from flashlane.jit.driver import driver
@@ -27,8 +26,7 @@ MAP_BYTES = 128
 MAX_RANK = 5
 
 
-@dataclass(frozen=True)
-class TensorMap:
+class TensorMap(NamedTuple):
     """One map: sizes, strides and box, the innermost axis first. Elements outside the sizes arrive as zeros."""
 
     element: Element

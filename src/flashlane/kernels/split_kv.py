@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.memory_rate import COPY_RATE, overlapped
@@ -45,8 +45,7 @@ def lengths_differ(problem: AttentionProblem) -> bool:
     return problem.batch > 1 and (problem.varlen or problem.seqused_k or problem.leftpad_k)
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What decides how many splits of its keys an output tile has."""
 
     tiles: int

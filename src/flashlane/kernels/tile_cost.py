@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -10,8 +9,7 @@ import numpy as np
 from flashlane.core.problem import AttentionProblem
 
 
-@dataclass(frozen=True)
-class Coefficients:
+class Coefficients(NamedTuple):
     """The cost coefficients of a tile shape, in microseconds."""
 
     tile: float

@@ -57,8 +57,8 @@ def test_the_time_of_splits_by_hand() -> None:
 
 def test_the_cta_of_a_cluster_combines_its_share() -> None:
     """Two CTAs have half of the sums each."""
-    of_two = replace(work(8, 64, 66), sms_of_one=2.0)
-    alone = replace(of_two, sums=1024, sms_of_one=1.0, held=132, step_bytes=32768, in_flight=65536)
+    of_two = work(8, 64, 66)._replace(sms_of_one=2.0)
+    alone = of_two._replace(sums=1024, sms_of_one=1.0, held=132, step_bytes=32768, in_flight=65536)
     assert of_two._combine(4) == pytest.approx(alone._combine(4))
 
 
@@ -71,8 +71,8 @@ def test_split_count_has_the_least_time() -> None:
 
 def test_splits_are_combined_in_passes() -> None:
     """2,048 vectors of 64 rows in 64 KiB: with 16 splits 224 of them at once, with 126 splits one."""
-    one = replace(work(4, 1008, 132, sums=8192), sms_of_one=1.0)
-    combined = replace(one, scratch=65536, rows=64)
+    one = work(4, 1008, 132, sums=8192)._replace(sms_of_one=1.0)
+    combined = one._replace(scratch=65536, rows=64)
     for splits, passes in ((1, 1), (16, 10), (126, 2048)):
         assert combined.microseconds(splits) - one.microseconds(splits) == pytest.approx(
             split_kv.PASS_TIME * (passes - 1) * (splits > 1)

@@ -141,7 +141,7 @@ def test_other_strides_are_another_kind_and_threads_do_not_share(monkeypatch: py
     tensors = gradient_tensors(problem)
     plan.launch(tensors)
     turned = tensors.do.transpose(1, 2).contiguous().transpose(1, 2)
-    plan.launch(replace(tensors, do=turned))
+    plan.launch(tensors._replace(do=turned))
     assert len(plan.kinds) == 2
     before, after = launched[0].params, launched[len(launched) // 2].params
     assert (before.dout_row, before.dout_head) == (8 * 128, 128)
@@ -188,7 +188,7 @@ def test_an_operand_that_starts_anywhere_is_refused(monkeypatch: pytest.MonkeyPa
     plan.launch(tensors)
     space = torch.empty(tensors.do.numel() + 1, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"^the output's gradient starts at address .*; TMA needs a multiple of 16"):
-        plan.launch(replace(tensors, do=space[1:].view(tensors.do.shape)))
+        plan.launch(tensors._replace(do=space[1:].view(tensors.do.shape)))
 
 
 @pytest.mark.parametrize("params", LAUNCHES.values())

@@ -8,7 +8,7 @@ keys they take 0.8 to 0.87 of the time, and with 1024 1.1 (notebook 0026).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import CHUNK, SMS
@@ -16,8 +16,7 @@ from flashlane.kernels.hopper.backward.head_swizzle import steps_of
 from flashlane.kernels.tile_cost import blocks_of
 
 
-@dataclass(frozen=True)
-class TileTime:
+class TileTime(NamedTuple):
     """What a tile takes of its SMs, fitted to the kernels' times in nine problems with windows of 127 to 1024; that
     of clusters less what dense problems of D 192 to 256 gained since (notebook 0055)."""
 

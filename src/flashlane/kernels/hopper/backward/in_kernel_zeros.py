@@ -8,8 +8,6 @@ tiles ahead (``in_kernel_zeros.cuh``) stay in the L2 cache. They cost 1 % of the
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward.head_swizzle import steps_of
@@ -43,7 +41,7 @@ def zeros_of(
     """
     found = in_kernel_dq_of(problem, block_n, heads_per_section, workers)
     before = heads_per_section * found.n_blocks + own_tiles * workers + TILES_AHEAD
-    return replace(found, zeroed_before=min(found.tiles, before), write_until=0, writes=False)
+    return found._replace(zeroed_before=min(found.tiles, before), write_until=0, writes=False)
 
 
 def zeros_are_worth_it(problem: AttentionProblem, in_kernel: InKernelDq, block_m: int, block_n: int, ctas: int) -> bool:

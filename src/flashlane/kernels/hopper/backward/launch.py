@@ -10,7 +10,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -168,8 +168,7 @@ class GradientLaunch:
     """It may begin before the launch before it has ended, and waits itself for what that one writes."""
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """What a design does with the tiles of a problem."""
 
     gradients: tuple[GradientLaunch, ...]
@@ -182,8 +181,7 @@ class Schedule:
 Kind = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tensors:
+class Tensors(NamedTuple):
     """What one call reads and writes."""
 
     inputs: Inputs
@@ -236,8 +234,7 @@ class RowBlocks:
         """M-blocks of all heads and sequences."""
 
 
-@dataclass(frozen=True)
-class Workspace:
+class Workspace(NamedTuple):
     """Device memory of one call, in words of 4 bytes: where its parts begin, by their names in the parameters."""
 
     words: int

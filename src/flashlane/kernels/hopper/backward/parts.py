@@ -115,7 +115,7 @@ class BackwardParts:
         if plans is None:
             before, *_, after = self.prepared[0].launches(tensors())
             before.params.split_arrivals = self.further_counters
-            after = replace(after, overlapped=False)
+            after = after._replace(overlapped=False)
             plans = LaunchPlan(lambda: (before,)), LaunchPlan(lambda: (after,))
             self.around = {**self.around, kind: plans} if len(self.around) < KINDS_KEPT else {kind: plans}
         return plans
@@ -126,7 +126,7 @@ class BackwardParts:
         if plan is None:
             _, one, _ = self.prepared[number].launches(tensors())
             # What waits for the kernel before it would keep its SMs from the parts of other streams.
-            one = replace(one, overlapped=False)
+            one = one._replace(overlapped=False)
             plan = LaunchPlan(lambda: (one,), MAPPED_ARGUMENTS)
             if len(self.gradients) >= KINDS_KEPT * len(self.prepared):
                 self.gradients = {}

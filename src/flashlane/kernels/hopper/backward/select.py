@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ from flashlane.kernels.hopper.backward.launch import Schedule
 from flashlane.kernels.score import SCORE_EXAMPLES
 
 
-@dataclass(frozen=True)
-class Design:
+class Design(NamedTuple):
     """One of the ways in which the gradients are divided among kernels and CTAs; imported where a problem gets it."""
 
     name: str

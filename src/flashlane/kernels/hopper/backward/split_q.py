@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import memoised
@@ -60,8 +60,7 @@ MAX_STEPS = 1 << 24
 """The most steps of a tile: their products with the number of splits fit the kernel's integers."""
 
 
-@dataclass(frozen=True)
-class SplitQ:
+class SplitQ(NamedTuple):
     """So many tiles of a launch, the last ones, are split into so many splits each; of packed sequences the first."""
 
     tiles: int = 0
@@ -114,8 +113,7 @@ def split_of(
     return order_of(problem, config, workers, ranges).split
 
 
-@dataclass(frozen=True)
-class TileOrder:
+class TileOrder(NamedTuple):
     """In which order a launch takes its tiles, and which of them are split."""
 
     heads_per_section: int

@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,8 +54,7 @@ PARTIAL_RATE = 3.5e6
 """Bytes a microsecond in which partial results in f32 are written, and read again to combine them."""
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What reading K and V again from device memory costs."""
 
     launch: float
@@ -129,7 +129,7 @@ def with_packing(one: Coefficients, config: HopperConfig) -> Coefficients:
     """The coefficients of a shape, of which a tile may have the rows of several heads."""
     if config.pack_gqa == 1:
         return one
-    return replace(one, tile=one.tile + (PACKED_PAIR if config.packed_heads == 2 else PACKED_TILE))
+    return one._replace(tile=one.tile + (PACKED_PAIR if config.packed_heads == 2 else PACKED_TILE))
 
 
 def products_of(rows: int, keys: int, one: ShapeClass) -> float:

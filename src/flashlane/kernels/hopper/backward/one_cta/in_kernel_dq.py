@@ -8,7 +8,7 @@ warps of the same launch (``one_cta/in_kernel_dq.cuh``), while the sums are in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashlane.core.problem import AttentionProblem
 
@@ -20,8 +20,7 @@ MAX_TILES = 1 << 29
 """The most tiles of a launch: numbers that are taken after the last tile must fit the kernel's integers, too."""
 
 
-@dataclass(frozen=True)
-class InKernelDq:
+class InKernelDq(NamedTuple):
     """The tiles for which idle warps zero the assigned m-blocks of dq_accum and write their dQ."""
 
     heads: int = 0
