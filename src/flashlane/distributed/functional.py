@@ -243,8 +243,8 @@ _agreed: dict[Key, _Call] = {}
 """Checked calls on which all ranks agreed, by everything that the checks read; they are not checked again."""
 AGREED_SIZE = 4096
 registry.on_change(_agreed.clear)
-# Groups end with the last of their calls. A thread of a gloo group that is there when the interpreter ends may need
-# its lock, and then ends the process by an error.
+# A destroyed group ends with the last of its calls. A thread of gloo that is still there when the interpreter ends may
+# ask for the interpreter's lock, and then ends the process by an error.
 atexit.register(_agreed.clear)
 
 

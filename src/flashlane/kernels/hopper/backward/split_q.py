@@ -113,6 +113,11 @@ def split_of(
     return order_of(problem, config, workers, ranges).split
 
 
+def _start_of(config: GradientConfig) -> float:
+    """Steps that a tile takes besides its own."""
+    return CLUSTER_START if config.design == "two_cta" else START
+
+
 class TileOrder(NamedTuple):
     """In which order a launch takes its tiles, and which of them are split."""
 
@@ -131,13 +136,11 @@ def order_of(
         workers: CTAs, or clusters, that take tiles.
         ranges: of the queries, where they are two.
     """
-    start, section = START, config.heads_per_section
-    if config.design == "two_cta":
-        start = CLUSTER_START
-        if problem.window_left >= 0:  # other sections were slower (notebook 0026)
-            section = section or two_cta_heads_per_section(problem)
+    section = config.heads_per_section
+    if config.design == "two_cta" and problem.window_left >= 0:  # other sections were slower (notebook 0026)
+        section = section or two_cta_heads_per_section(problem)
     n_blocks = tiles_of(problem, config)
-    return _order_of(problem, config.block_m, config.block_n, n_blocks, section, workers, start, ranges)
+    return _order_of(problem, config.block_m, config.block_n, n_blocks, section, workers, _start_of(config), ranges)
 
 
 @memoised
@@ -268,10 +271,10 @@ def _split_of_packed(problem: AttentionProblem, config: GradientConfig, workers:
     ]
     runs = ((steps, len(list(alike))) for of_one in of_sequences for steps, alike in groupby(of_one))
     order = [(problem.kv_heads * count, steps) for steps, count in runs]
-    start = CLUSTER_START if config.design == "two_cta" else START
+    start = _start_of(config)
     longest = max((steps for _, steps in order), default=0)
     even = sum(tiles * (steps + start) for tiles, steps in order) / workers
-    whole = makespan_of_runs([(steps + start, tiles) for tiles, steps in order], workers) if order else 0.0
+    whole = makespan_of_runs(_runs_of_split(order, 0, 1, start), workers)
     best, choice = (1 - LEAST_OF_PACKED) * whole, WHOLE_TILES
     if not 1 < longest <= MAX_STEPS or even >= best:
         return WHOLE_TILES
@@ -279,7 +282,7 @@ def _split_of_packed(problem: AttentionProblem, config: GradientConfig, workers:
     most_splits = max(MAX_BYTES, bytes_of_dq) // (4 * config.block_n * (config.head_dim + config.head_dim_v))
     of_first = list(accumulate(len(of_one) * problem.kv_heads for of_one in of_sequences))
     compared = {of_first[min(2**i, len(of_first)) - 1] for i in range(len(of_first).bit_length() + 1)}
-    compared |= {workers * quarters // 4 for quarters in range(1, 5) if workers * quarters // 4 < of_first[-1]}
+    compared |= {tiles for tiles in (workers * quarters // 4 for quarters in range(1, 5)) if tiles < of_first[-1]}
     for tiles in sorted(compared):
         for splits in range(2, MAX_SPLITS + 1):
             added = tiles * (sum(_costs([0], splits, start)) - start) / workers
