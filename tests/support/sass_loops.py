@@ -50,9 +50,13 @@ def families(loop: list[str]) -> Counter[str]:
 
 
 def steady_loops(text: str, shortest: bool = False) -> list[list[str]]:
-    """Opcodes of the loops over key blocks: multiplying but not storing."""
+    """Opcodes of the loops over key blocks: multiplying but not storing. A semaphore's release is no store."""
     return [
         turn
         for loop, turn in zip(loops(text), loops(text, shortest), strict=True)
-        if (has := families(loop))["HGMMA"] and not (has["STG"] or has["UTMASTG"])
+        if families(loop)["HGMMA"] and not any(map(_stores, loop))
     ]
+
+
+def _stores(opcode: str) -> bool:
+    return opcode.startswith(("STG", "UTMASTG")) and "STRONG" not in opcode

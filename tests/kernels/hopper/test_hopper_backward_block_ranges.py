@@ -71,7 +71,7 @@ NAMESPACE = """
 namespace set{number} {{
 namespace cfg {{
 using Element = short;
-constexpr int BLOCK_M = {m}, BLOCK_N = {n}, HEAD_DIM = 64;
+constexpr int BLOCK_M = {m}, BLOCK_N = {n}, HEAD_DIM = 64, DQ_SEMAPHORES = 2;
 constexpr bool VARLEN = {varlen}, HAS_LEFT = {left}, HAS_RIGHT = {right}, QUERY_RANGES = false;
 }}
 {header}

@@ -65,7 +65,7 @@ def test_two_launches_make_all_gradients(launch) -> None:
     assert before.grid == (16, 8, 2) and gradients.grid == (6 * 4 * 2, 1, 1)
     for one in (before.params, gradients.params):
         assert inside(memory, one.dq_accum, blocks * 64 * 128 * 4)
-        assert inside(memory, one.semaphores, blocks * backward_launch.SEMAPHORE_INTS * 4)
+        assert inside(memory, one.semaphores, blocks * pick(problem).semaphore_ints * 4)
         assert inside(memory, one.counters, backward_launch.COUNTERS * 4)
         assert inside(memory, one.postprocess_queue, 2 * blocks * 4)
         assert one.postprocess_queue >= one.counters + 4 * backward_launch.COUNTERS

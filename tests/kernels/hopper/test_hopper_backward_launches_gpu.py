@@ -109,7 +109,7 @@ def test_four_streams_at_once() -> None:
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_launches_that_share_the_sms_end(head_dim: int, deterministic: bool) -> None:
     """Each has more tiles than there are SMs: none may hold an SM while it waits for a tile that has none."""
     problem, inputs = dense(2048, head_dim, batch=8, heads=8, kv_heads=4, causal=True, deterministic=deterministic)

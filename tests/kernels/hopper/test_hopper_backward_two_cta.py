@@ -39,6 +39,9 @@ CONFIGS = [
     TwoCtaConfig("bf16", 136, 136, tma_stores=True),
     TwoCtaConfig("bf16", 192, 192, tma_stores=True, in_kernel_zeros=True),
     TwoCtaConfig("f16", 256, 256, split_q=True, in_kernel_zeros=True),
+    TwoCtaConfig("bf16", 256, 256, deterministic=True, tma_stores=True),
+    TwoCtaConfig("f16", 256, 256, deterministic=True, **LARGEST),
+    TwoCtaConfig("f16", 192, 128, deterministic=True, has_right=True, tma_stores=True),
 ]
 
 
@@ -49,9 +52,9 @@ def test_compiles_as_the_schedule_needs(what: TwoCtaConfig) -> None:
     report = compiled.report
     assert report.registers == LAUNCH_REGISTERS[CONSUMERS]
     # Neither spills nor C75xx: wgmma serialised, or setmaxnreg ignored. The formula of shared memory is asserted there.
-    # The warp that also zeroes spills, once a tile.
-    zeros = what.in_kernel_zeros
-    assert report.spills <= 160 * zeros and not [line for line in report.warnings if "spill" not in line or not zeros]
+    # The warp that also zeroes spills, once a tile; with all features so do the two that release additions, each step.
+    allowed = 160 * what.in_kernel_zeros + 56 * (what.in_order and what.varlen)
+    assert report.spills <= allowed and not [line for line in report.warnings if "spill" not in line or not allowed]
     assert what.shared_memory + report.static_shared <= jit.shared_limit(ARCH)
     text = jit.disassemble(compiled.cubin)
     if text is None:

@@ -96,6 +96,8 @@ class GradientConfig(ABC):
     """Threads of a CTA."""
     in_order: ClassVar[bool] = False
     """The n-blocks add to dQ in their order, which semaphores keep."""
+    dq_semaphores: ClassVar[int] = CONSUMERS
+    """Semaphores of an m-block: one for each part of its dQ that is added by itself."""
     stores_by_tma: ClassVar[bool] = False
     """dK and dV are stored by TMA."""
     in_kernel_dq: ClassVar[bool] = False
@@ -145,6 +147,16 @@ class GradientConfig(ABC):
         """The steps of a tile have an order that :attr:`heads_inner` does not change."""
         split = getattr(self, "split_q", False)  # of the designs that split tiles
         return split or self.in_order or self.query_ranges or self.block_lists
+
+    @property
+    def semaphore_ints(self) -> int:
+        """Integers of ``DqSemaphore`` in ``dq_semaphore.cuh``, which has six besides and lies on multiples of eight."""
+        return -(-(self.dq_semaphores + 6) // 8) * 8
+
+    @property
+    def heads_first(self) -> bool:
+        """The steps of a tile go through all query heads of an m-block before the next one, from the last one on."""
+        return self.heads_inner and not self.other_step_order
 
     @property
     def dq_accum_floats(self) -> int:
@@ -198,7 +210,7 @@ class GradientConfig(ABC):
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
         constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits, "MIXED_DQ": self.mixed_dq}
         constants |= {"STATISTICS_IN_PRODUCTS": self.product_statistics}
-        constants |= {"HEADS_INNER": self.heads_inner and not self.other_step_order}
+        constants |= {"HEADS_INNER": self.heads_first, "DQ_SEMAPHORES": self.dq_semaphores}
         constants |= {"F32_DKDV": self.f32_dkdv, "ZEROING_CTAS": self.zeroing_ctas}
         constants.setdefault("F32_DQ", False)
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner, rs_first)),)
@@ -251,7 +263,7 @@ def _source(
 def preprocess_source(config: GradientConfig) -> KernelSource:
     """``preprocess.cu`` for what a configuration of the gradients' kernels reads."""
     names = ("head_dim", "head_dim_v", "block_m", "dq_accum_floats", "in_order", "last_addition", "in_kernel_dq")
-    names += ("zeroing_ctas",)
+    names += ("zeroing_ctas", "dq_semaphores")
     constants: dict[str, int] = {name.upper(): getattr(config, name) for name in names}
     # It computes which n-blocks add to an m-block only where additions have an order.
     constants |= _mask_constants(config, config.in_order)

@@ -48,6 +48,8 @@ PADDED = 0.42
 """Part of the columns that fill up a row's last chunk for which steps of two kernels take as long as for others."""
 
 
+ORDERED = 1.1
+"""Times as long as clusters take whose additions to dQ have an order (notebook 0064)."""
 HOST_BOUND = 100.0
 """Microseconds of its products up to which a call's kernels may take less time than the host does, which launches them
 in 90 to 150 (docs/notebook/0057-launches-as-a-graph.md)."""
@@ -68,8 +70,27 @@ def waits_for_host(problem: AttentionProblem, rows: int) -> bool:
 
 
 def two_kernels_are_faster(problem: AttentionProblem) -> bool:
-    """Whether ``split_dkdv_dq`` is predicted to take less time than ``two_cta``: dense tensors under a window."""
-    return problem.window_left >= 0 and not problem.varlen and two_kernels(problem) < clusters(problem)
+    """Whether ``split_dkdv_dq`` is predicted to take less time than ``two_cta``: of dense tensors, under a window, or
+    where additions have an order and the longest tile takes longer than an even share of all."""
+    if problem.varlen:
+        return False
+    if problem.window_left >= 0:
+        return two_kernels(problem) < clusters(problem) * (ORDERED if problem.deterministic else 1)
+    return problem.deterministic and _longest_tile_is_the_bound(problem)
+
+
+def _longest_tile_is_the_bound(problem: AttentionProblem) -> bool:
+    """Whether clusters that keep their tiles whole wait for the longest one, and the tiles of two kernels are shorter.
+
+    Eight query heads that share keys make few, long tiles.
+    """
+    columns = mean_columns(problem)
+    longest = columns * CLUSTER.column * max(steps_of(problem, CHUNK, 2 * CHUNK), default=0)
+    if longest <= ORDERED * clusters(problem):
+        return False
+    of_keys = columns * DKDV.column * max(steps_of(problem, CHUNK, CHUNK), default=0)
+    of_queries = columns * DQ.column * -(-problem.seqlen_k // CHUNK)
+    return max(of_keys + of_queries, two_kernels(problem)) < longest
 
 
 def clusters(problem: AttentionProblem) -> float:

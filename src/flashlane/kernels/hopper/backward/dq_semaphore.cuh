@@ -1,4 +1,4 @@
-// The semaphore of an m-block, by which n-blocks add to its dQ in order, and the counters of a launch. The preprocess
+// The semaphores of an m-block, by which n-blocks add to its dQ in order, and the counters of a launch. The preprocess
 // kernel initialises both.
 #pragma once
 #include "attention/block_range.cuh"
@@ -12,7 +12,7 @@ __device__ __forceinline__ TileMask tile_mask(const Params& p, const Seqlen& seq
 }
 
 struct alignas(32) DqSemaphore {
-    int next_n_block[2];           // for each slice of dq_accum, the n-block whose addition is next
+    int next_n_block[cfg::DQ_SEMAPHORES];  // for each part that is added by itself, the n-block whose addition is next
     int n_block_end;               // the last n-block that adds, plus one
     int unused;
     int batch, head, row, rows;    // where the m-block's dQ lies: first row, and rows from there to the sequence's end

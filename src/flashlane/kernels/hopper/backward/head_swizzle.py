@@ -74,7 +74,7 @@ def heads_per_section(problem: AttentionProblem, key_blocks: int, sms: int = SMS
     """
     heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
     causal = problem.has_right_only
-    section = even(heads, max(1, L2_BYTES // max(1, _bytes_of_head(problem)))) if causal else 1
+    section = even(heads, max(1, L2_BYTES // max(1, bytes_of_head(problem)))) if causal else 1
     if problem.deterministic and (not causal or key_blocks > LONG_CHAIN):
         section = -(-sms // max(1, key_blocks)) * (4 if causal else 1)
         if not causal and problem.head_dim <= SHORT_STEPS and key_blocks <= SHORT_CHAIN:
@@ -116,12 +116,12 @@ def compared_sections(problem: AttentionProblem) -> Sequence[int]:
 
 def crowding(problem: AttentionProblem, section: int, workers: int) -> float:
     """Times as long as a launch takes with so many heads in a section, because their Q, dO and dQ are not resident."""
-    if section * _bytes_of_head(problem) <= RESIDENT_MIB * 2**20:
+    if section * bytes_of_head(problem) <= RESIDENT_MIB * 2**20:
         return 1.0
     return 1 + CROWDING * max(0, min(section, workers) - AT_NO_COST) / workers
 
 
-def _bytes_of_head(problem: AttentionProblem) -> int:
+def bytes_of_head(problem: AttentionProblem) -> int:
     """Bytes of a query head: Q and dO, which are read, and dQ, which is summed in f32."""
     width = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + 4 * problem.head_dim
     return problem.seqlen_q * width

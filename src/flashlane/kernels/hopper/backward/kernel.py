@@ -1,9 +1,9 @@
 """The Hopper backward pass as a registered kernel: what it takes, and how a call runs.
 
 There are three designs, each in a folder. Head dims up to 128 have one CTA that makes all gradients of a tile
-(``one_cta``). Above, 2-CTA clusters make them (``two_cta``), or, with the same bits at every run, two kernels
-(``split_dkdv_dq``). A preprocess kernel before them makes the row statistics. A group's query heads are summed inside,
-so that dK and dV have no copies.
+(``one_cta``). Above, 2-CTA clusters make them (``two_cta``), or two kernels (``split_dkdv_dq``): where head dims are
+unlike, windows are narrow, or dQ is added in order and whole tiles are too long. A preprocess kernel before them makes
+the row statistics. A group's query heads are summed inside, so that dK and dV have no copies.
 """
 
 from __future__ import annotations

@@ -39,10 +39,8 @@ from flashlane.kernels.seqlen import SeqlenParams, plain_inputs_of, plain_seqlen
 if TYPE_CHECKING:
     from flashlane.core.ranges import QueryRanges
 
-SEMAPHORE_INTS = 8
-"""Integers of ``DqSemaphore`` in ``dq_semaphore.cuh``."""
 COUNTERS = 6
-"""Integers of ``Counters`` in the same file."""
+"""Integers of ``Counters`` in ``dq_semaphore.cuh``."""
 PART_WORDS = 32
 """Words of 4 bytes; the size of each part of a call's device memory is a multiple of them."""
 STAGED_ROWS = 16
@@ -249,7 +247,7 @@ def workspace_of(rows: RowBlocks, config: GradientConfig, split: SplitQ, in_kern
     if config.dq_accum_floats:
         sizes |= {
             "dq_accum": rows.all * config.dq_accum_floats,
-            "semaphores": rows.all * SEMAPHORE_INTS * config.in_order,
+            "semaphores": rows.all * config.semaphore_ints * config.in_order,
         }
         sizes |= {"counters": COUNTERS + split.arrivals + rows.sequences}
         sizes |= {"postprocess_queue": CONSUMERS * rows.all * config.last_addition}

@@ -128,9 +128,12 @@ __device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seql
         const int first = at.m_block * BLOCK_M;
         const TileMask mask = tile_mask(p, seqlen_of(p, at.sequence, at.range));
         const BlockRange n_blocks = n_block_range_of<BLOCK_M>(mask, at.m_block, cfg::BLOCK_N);
-        if (threadIdx.x == 0) {
-            p.semaphores[row_block] = {{n_blocks.low, n_blocks.low}, n_blocks.high, 0,
-                                       seqlen.q_batch, head, seqlen.q_first + first, seqlen.q_length - first};
+        DqSemaphore& semaphore = p.semaphores[row_block];
+        if (threadIdx.x < cfg::DQ_SEMAPHORES) semaphore.next_n_block[threadIdx.x] = n_blocks.low;
+        if (cfg::LAST_ADDITION && threadIdx.x == 0) {
+            semaphore.n_block_end = n_blocks.high;
+            semaphore.batch = seqlen.q_batch, semaphore.head = head;
+            semaphore.row = seqlen.q_first + first, semaphore.rows = seqlen.q_length - first;
         }
         if (cfg::LAST_ADDITION && n_blocks.count() == 0) {
             DqElement* const dq = p.dq + seqlen.q_batch * p.dq_batch + head * p.dq_head;

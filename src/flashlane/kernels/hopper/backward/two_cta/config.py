@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from flashlane.jit import shared_limit
 from flashlane.kernels.hopper.arch import ARCH, CHUNK, SMS
-from flashlane.kernels.hopper.backward.config import FRAGMENT_COLUMNS, ONE_CTA_HEAD_DIM, GradientConfig, row_bytes
+from flashlane.kernels.hopper.backward.config import (
+    CONSUMERS,
+    FRAGMENT_COLUMNS,
+    ONE_CTA_HEAD_DIM,
+    GradientConfig,
+    row_bytes,
+)
 from flashlane.kernels.hopper.backward.head_swizzle import steps_through_heads, two_cta_heads_per_section
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
@@ -25,6 +31,8 @@ TILE_STAGES = 2
 TILE_BYTES, SPLIT_BYTES, STEP_BYTES = 48, 16, 16
 """Bytes of the record of a tile, of what it has besides of a split, and of the two records of a step, one for its Q and
 one for its dO."""
+ORDERED_RECORDS = 8
+"""Records of steps where additions to dQ have an order, of Q and dO together."""
 REGISTERS = (24, 240)
 """Registers of a producer thread and of a consumer thread."""
 MAX_HEAD_DIM = 256
@@ -45,6 +53,7 @@ class TwoCtaConfig(GradientConfig):
     """TMA stores dK and dV, which lie in shared memory until then, where it has room."""
 
     design: ClassVar[str] = "two_cta"
+    dq_semaphores: ClassVar[int] = CTAS * CONSUMERS
     dq_transposed: ClassVar[bool] = False
     block_n: ClassVar[int] = CHUNK * CTAS
     """Keys of a cluster."""
@@ -52,9 +61,18 @@ class TwoCtaConfig(GradientConfig):
     def specialised(self, problem: AttentionProblem) -> TwoCtaConfig:
         """The tile with what a problem needs switched on."""
         unseen = has_unseen_keys(problem, self.block_n, self.block_m)
-        zeros = self.in_kernel_zeros and not problem.varlen and problem.window_left < 0
+        zeros = self.in_kernel_zeros and not (problem.varlen or problem.deterministic) and problem.window_left < 0
         tile = replace(self, unseen_keys=unseen, in_kernel_zeros=zeros)
         return GradientConfig.specialised(tile, problem)
+
+    @property
+    def in_order(self) -> bool:  # type: ignore[override]
+        return self.deterministic
+
+    @property
+    def heads_first(self) -> bool:
+        # Additions in order begin with the last m-block, which all tiles of a head have under a causal mask.
+        return (self.in_order and self.has_right) or super().heads_first
 
     @property
     def stores_by_tma(self) -> bool:  # type: ignore[override]
@@ -83,7 +101,8 @@ class TwoCtaConfig(GradientConfig):
             "dS": DS_STAGES * CTAS * m * row,
             "dK and dV": staged * CHUNK * (row_bytes(self.head_dim) + row_bytes(self.head_dim_v)),
             "statistics": stages * m * 4,
-            "records": TILE_STAGES * (TILE_BYTES + SPLIT_BYTES * self.split_q) + STEP_BYTES * stages,
+            "records": TILE_STAGES * (TILE_BYTES + SPLIT_BYTES * self.split_q)
+            + STEP_BYTES * (ORDERED_RECORDS if self.in_order else stages),
             # The next tile's index and its barriers, then the barriers of tiles, of K and V, of steps, of P and dS.
             "barriers": 8 * (4 + 2 * TILE_STAGES + 4 + 2 * stages + 3 * DS_STAGES),
         }
@@ -108,6 +127,7 @@ class TwoCtaConfig(GradientConfig):
             "SHARED_BYTES": self.shared_memory,
             "SPLIT_Q": self.split_q,
             "TMA_STORES": self.stores_by_tma,
+            "IN_ORDER": self.in_order,
         }
         rs_first = (self.head_dim, self.head_dim_v)
         return (
@@ -119,8 +139,6 @@ class TwoCtaConfig(GradientConfig):
 
 def refusal(problem: AttentionProblem) -> str | None:
     """Why a problem that the Hopper backward supports is not for this design, or None."""
-    if problem.deterministic:
-        return "deterministic is True; dQ is added in any order"
     smallest, least_v = ONE_CTA_HEAD_DIM + 8, ONE_CTA_HEAD_DIM
     if not smallest <= problem.head_dim <= MAX_HEAD_DIM or not least_v <= problem.head_dim_v <= MAX_HEAD_DIM:
         return (

@@ -12,6 +12,7 @@ struct Consumer {
     const int rank, warp, lane;
     u32 steps_done = 0, tiles = 0, full_tiles = 0;        // counts so far; a full tile has steps
     int row_block_before;                                 // m-block of dq_accum whose dS has stage ds_read()
+    int next_n_block;                                     // IN_ORDER: whose addition to it is next, as last read
     static constexpr int COLUMNS = 16 * (NUMBER ? KQuarters::SECOND : KQuarters::FIRST);  // of dQ
     // Groups of 8 columns of the last quarter that are past dQ's end.
     static constexpr int PAST_GROUPS = NUMBER ? 2 * (CTAS * KQuarters::STEPS - FRAGMENTS) : 0;
@@ -92,9 +93,13 @@ struct Consumer {
         }
         wgmma_commit();
     }
-    // Adds dQ to dq_accum from registers, and releases its stage of dS.
+    // Adds dQ to dq_accum from registers, and releases its stage of dS. IN_ORDER: after the n-blocks before this one.
     __device__ __forceinline__ void add_dq() {
         arrive_both(SMEM(ds_empty), ds_read().index);
+        if constexpr (cfg::IN_ORDER) {
+            for (const SpinLimit limit; next_n_block != keys_record(base, tiles).first / cfg::BLOCK_N; limit.check())
+                read_turn();
+        }
         const int first = KQuarters::column(rank, NUMBER) / 8;
         float* const sums = p.dq_accum + static_cast<long long>(row_block_before) * DQ_ACCUM_FLOATS +
                             first * GROUP_FLOATS + warp * 128 + lane * 4;
@@ -102,6 +107,13 @@ struct Consumer {
         for (int i = 0; i < COLUMNS / 8; ++i)
             if (i < COLUMNS / 8 - PAST_GROUPS || rank == 0)
                 global_add(sums + i * GROUP_FLOATS, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    }
+    // IN_ORDER: reads whose addition is next, under the products before the next dQ. Additions follow this load only if
+    // its value allows them, and are made where it was read, in the L2 cache. So it needs no fence, which would take a
+    // third of a step.
+    __device__ __forceinline__ void read_turn() {
+        if constexpr (cfg::IN_ORDER)
+            next_n_block = load_relaxed(p.semaphores[row_block_before].next_n_block + dq_semaphore(rank, NUMBER));
     }
 
     // ---- the ends of a tile
@@ -117,6 +129,7 @@ struct Consumer {
     }
     // Computes dQ of the last step, and releases K.
     __device__ __forceinline__ void end_steps() {
+        read_turn();
         gemm_dq();
         wgmma_wait<0>(dq);
         arrive(SMEM(k_empty), 0);

@@ -26,6 +26,10 @@
 //
 // While one consumer computes P or dS, the other's products run. dQ is added to dq_accum from registers, in their order
 // (dq_accumulate.cuh). Clusters are persistent: the loads of the next tile run under the stores of the one before.
+//
+// IN_ORDER: the n-blocks add to each m-block in their order, which semaphores keep. A consumer would lose a quarter of
+// a step by each load from the L2 cache that it waits for. So it reads the semaphore half a step before it adds, and
+// the producers of Q and dO release it, as they see when a step is complete.
 #include "hopper/backward/two_cta/mainloop.cuh"
 #include "hopper/backward/two_cta/producer.cuh"
 
@@ -54,12 +58,13 @@ __device__ __forceinline__ void init_barriers(u32 base) {
 __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base, int rank, int warp) {
     if (elect_one()) {
         if (warp == 0) {
-            const RowsProducer<Q_STAGES, QK_CHUNKS> producer{
-                p, base, rank, p.q, p.lse, SMEM(q), SMEM(lse), SMEM(q_step), SMEM(q_full), SMEM(q_empty)};
+            RowsProducer<Q_STAGES, Q_RECORDS, QK_CHUNKS> producer{
+                p, base, rank, p.q, p.lse, SMEM(q), SMEM(lse), SMEM(q_step), SMEM(q_full), SMEM(q_empty), 1};
             producer.run(rank == 0);
         } else if (warp == 1) {
-            const RowsProducer<DO_STAGES, V_CHUNKS> producer{
-                p, base, rank, p.dout, p.delta, SMEM(dout), SMEM(delta), SMEM(do_step), SMEM(do_full), SMEM(do_empty)};
+            RowsProducer<DO_STAGES, DO_RECORDS, V_CHUNKS> producer{
+                p, base, rank, p.dout, p.delta, SMEM(dout), SMEM(delta), SMEM(do_step), SMEM(do_full), SMEM(do_empty),
+                0};
             producer.run(false);
         } else if (warp == 2) {
             if (ZEROING_CTAS == 0) KeysProducer{p, base, rank}.run();

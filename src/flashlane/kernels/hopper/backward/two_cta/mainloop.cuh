@@ -43,8 +43,9 @@ struct DvConsumer : Consumer<0> {
         u32 probabilities[BLOCK_M / 4];
         const u32 q = q_tile(), dout = do_tile();
         wait_q();
-        const StepRecord step = record_at<StepRecord>(SMEM(q_step) + STEP_RECORD_BYTES * q_state().index);
+        const StepRecord step = record_at<StepRecord>(SMEM(q_step) + STEP_RECORD_BYTES * (steps_done % Q_RECORDS));
         k.gemm(s, SMEM(k) + rank * KEYS_CHUNK, CTAS * KEYS_CHUNK, q, rank);                 // gemm_qk
+        if constexpr (!FIRST) read_turn();
         wgmma_wait<0>(s);
         make_probabilities(s, probabilities, step);       // its arrival lets the other consumer release Q and LSE
         wait_do();
@@ -80,7 +81,7 @@ struct DvConsumer : Consumer<0> {
             for (int i = 0; i < BLOCK_M / 2; ++i) s[i] = Score::scaled(p.score, s[i]);
             inverse = Score::inverse_cap(p.score);
         }
-        if (step.masked) {
+        if (needs_mask(step)) {
             const ScorePosition at = position(step);
             mask_scores_transposed(s, at.mask, at.key, at.query);
         }
@@ -150,8 +151,9 @@ struct DkConsumer : Consumer<1> {
         u32 ds[BLOCK_M / 4];
         const u32 q = q_tile(), dout = do_tile();
         wait_do();
-        const StepRecord step = record_at<StepRecord>(SMEM(do_step) + STEP_RECORD_BYTES * do_state().index);
+        const StepRecord step = record_at<StepRecord>(SMEM(do_step) + STEP_RECORD_BYTES * (steps_done % DO_RECORDS));
         v.gemm(dp, SMEM(v), KEYS_CHUNK, dout, rank);                                        // gemm_dp
+        if constexpr (!FIRST) read_turn();
         load_probabilities(ds);
         wgmma_wait<0>(dp);
         make_ds(dp, ds);

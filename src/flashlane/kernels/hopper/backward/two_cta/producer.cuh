@@ -1,6 +1,7 @@
 // The scheduler warp and the producer warps of the 2-CTA backward, one thread each: one warp loads Q, one dO, and one
 // K and V.
 #pragma once
+#include "attention/semaphore.cuh"
 #include "hopper/backward/in_kernel_zeros.cuh"
 #include "hopper/backward/split_q.cuh"
 #include "hopper/backward/two_cta/storage.cuh"
@@ -67,7 +68,7 @@ struct SchedulerWarp {
 
 // Loads half of the rows of each m-block of Q or dO into both CTAs of the cluster, and the m-block's row statistics
 // into its own.
-template <int STAGES, int CHUNKS>
+template <int STAGES, int RECORDS, int CHUNKS>
 struct RowsProducer {
     const Params& p;
     const u32 base;
@@ -75,14 +76,20 @@ struct RowsProducer {
     const TensorMap& map;
     const float* const statistics;
     const u32 tiles_to, stats_to, record_to, full, empty; // addresses of the stages
+    const int consumer;                                   // that releases the stages last
+    u32 complete = 0;                                     // IN_ORDER: steps that are known to be complete
 
     // `takes_next`: this warp asks for the next tile.
-    __device__ __forceinline__ void run(bool takes_next) const {
+    __device__ __forceinline__ void run(bool takes_next) {
         u32 steps_done = 0;
         griddepcontrol_wait();
         for (u32 tile = 0;; ++tile) {
+            if constexpr (cfg::IN_ORDER) release_until(tile, steps_done);
             const int steps = wait_tile(base, tile);
-            if (steps == NO_TILE) return;
+            if (steps == NO_TILE) {
+                if constexpr (cfg::IN_ORDER) release_last(tile, steps_done);
+                return;
+            }
             steps_done = load_tile(tile, steps, steps_done);
             if (takes_next) mbarrier_arrive(SMEM(next_wanted));
             mbarrier_arrive(barrier_of(SMEM(tile_empty), tile % TILE_STAGES));
@@ -90,7 +97,7 @@ struct RowsProducer {
     }
     // Loads the m-blocks of each head that shares the tile's keys, one after the other, and returns the steps so far.
     // HEADS_INNER: all heads of an m-block before the next one, from the last m-block on.
-    __device__ __forceinline__ u32 load_tile(u32 tile, int left, u32 steps_done) const {
+    __device__ __forceinline__ u32 load_tile(u32 tile, int left, u32 steps_done) {
         const OwnerRecord owner = owner_record(base, tile);
         const int group = p.heads / p.kv_heads;
         int head = owner.kv_head * group, m_block = steps_record(base, tile).low;
@@ -105,10 +112,13 @@ struct RowsProducer {
         }
 #pragma unroll 1
         for (; left > 0; --left, ++steps_done) {
-            load_m_block(tile, PipelineStateAt<STAGES>(steps_done), head, m_block * BLOCK_M, row_block);
+            const bool is_new = !cfg::IN_ORDER || complete + STAGES == steps_done;
+            if (is_new) wait_empty(steps_done);
+            load_m_block(tile, steps_done, head, m_block * BLOCK_M, row_block);
+            if (cfg::IN_ORDER && is_new) complete_step();
             if constexpr (cfg::HEADS_INNER) {
                 ++head, row_block += p.row_blocks;
-                if (left % group == 1) head -= group, --m_block, row_block -= group * p.row_blocks + 1;
+                if ((left - 1) % group == 0) head -= group, --m_block, row_block -= group * p.row_blocks + 1;
                 continue;
             }
             const StepsRecord steps = steps_record(base, tile);
@@ -120,14 +130,14 @@ struct RowsProducer {
         }
         return steps_done;
     }
-    __device__ __forceinline__ void load_m_block(u32 tile, const PipelineStateAt<STAGES>& state, int head, int first,
-                                                 int row_block) const {
+    __device__ __forceinline__ void load_m_block(u32 tile, u32 step, int head, int first, int row_block) const {
         constexpr u32 BYTES = CHUNKS * ROWS_CHUNK;
+        const PipelineStateAt<STAGES> state(step);
         const u32 barrier = barrier_of(full, state.index);
-        mbarrier_wait(barrier_of(empty, state.index), state.phase ^ 1);
         const KeysRecord keys = keys_record(base, tile);
-        const int masked = keys_mask(p, keys).needs_mask(keys.first, KEYS, first, BLOCK_M);
-        store_shared(record_to + STEP_RECORD_BYTES * state.index, make_uint4(first, head, row_block, masked));
+        int masked = keys_mask(p, keys).needs_mask(keys.first, KEYS, first, BLOCK_M);
+        if constexpr (cfg::IN_ORDER) masked |= keys.first / cfg::BLOCK_N << 1;
+        store_shared(record(step), make_uint4(first, head, row_block, masked));
         mbarrier_expect_tx_before_copies(barrier, BYTES + STAT_BYTES);
         const u32 to = tiles_to + state.index * BYTES + rank * (HALF_ROWS * ROW_BYTES);
         const SequenceRows rows{steps_record(base, tile).q_first, keys.queries, owner_record(base, tile).tensor_batch};
@@ -138,6 +148,41 @@ struct RowsProducer {
         bulk_load(stats_to + state.index * STAT_BYTES, statistics + static_cast<long long>(row_block) * BLOCK_M,
                   STAT_BYTES, barrier);
         mbarrier_arrive_after_copies(barrier);
+    }
+    __device__ __forceinline__ u32 record(u32 step) const { return record_to + STEP_RECORD_BYTES * (step % RECORDS); }
+    // Until the step that used the step's stage before it is complete.
+    __device__ __forceinline__ void wait_empty(u32 step) const {
+        const PipelineStateAt<STAGES> state(step);
+        mbarrier_wait(barrier_of(empty, state.index), state.phase ^ 1);
+    }
+
+    // ---- IN_ORDER: what the consumer adds to dQ is released here, after a fence that takes half a step
+
+    // One more step is complete: it has added to the m-block of the step before it.
+    __device__ __forceinline__ void complete_step() {
+        if (complete++ > 0) release_addition(complete - 2);
+    }
+    __device__ __forceinline__ void release_addition(u32 step) const {
+        const StepRecord of = record_at<StepRecord>(record(step));
+        semaphore_set(p.semaphores[of.row_block].next_n_block + dq_semaphore(rank, consumer), of.masked / 2 + 1);
+    }
+    // While there is no next tile. Without this, clusters whose tiles have one step would wait for each other: a tile's
+    // addition would be released when the next tiles are there, and these come when tiles that wait for it have ended.
+    __device__ __forceinline__ void release_until(u32 tile, u32 steps) {
+        const SpinLimit limit;
+        while (!mbarrier_test_wait(barrier_of(SMEM(tile_full), tile % TILE_STAGES), tile / TILE_STAGES % 2)) {
+            limit.check();
+            const PipelineStateAt<STAGES> state(complete + STAGES);
+            if (complete < steps && mbarrier_test_wait(barrier_of(empty, state.index), state.phase ^ 1))
+                complete_step();
+        }
+    }
+    // After the last tile, whose last addition is made when its consumers have released it.
+    __device__ __forceinline__ void release_last(u32 tiles, u32 steps) {
+        while (complete < steps) wait_empty(complete + STAGES), complete_step();
+        if (steps == 0) return;
+        mbarrier_wait(barrier_of(SMEM(tile_empty), (tiles - 1) % TILE_STAGES), (tiles - 1) / TILE_STAGES % 2);
+        release_addition(steps - 1);
     }
 };
 

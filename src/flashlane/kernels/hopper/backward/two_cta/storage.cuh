@@ -27,7 +27,11 @@ constexpr int HALF_ROWS = BLOCK_M / CTAS;
 // dK and dV until TMA has read them: of each consumer warp 16 rows, in chunks one after another. dV comes first.
 constexpr u32 STAGED_CHUNK = 16 * ROW_BYTES;
 constexpr u32 STAGED_BYTES = cfg::TMA_STORES ? 4 * (V_CHUNKS + QK_CHUNKS) * STAGED_CHUNK : 0;
+// IN_ORDER: records of steps are kept until what the steps add to dQ is released.
+constexpr int Q_RECORDS = cfg::IN_ORDER ? 4 : Q_STAGES, DO_RECORDS = cfg::IN_ORDER ? 4 : DO_STAGES;
+static_assert(!cfg::IN_ORDER || (Q_STAGES <= 2 && DO_STAGES <= 2));
 static_assert(!(cfg::TMA_STORES && cfg::F32_DKDV), "a tensor map cannot store these");
+static_assert(!cfg::IN_ORDER || !(cfg::SPLIT_Q || cfg::ZEROING_CTAS > 0), "these were not made for additions in order");
 
 static_assert(cfg::BLOCK_N == CTAS * KEYS && BLOCK_M == 64);
 static_assert((Q_STAGES & (Q_STAGES - 1)) == 0 && (DO_STAGES & (DO_STAGES - 1)) == 0);
@@ -66,15 +70,18 @@ struct TileRecordOf<true> {
 using TileRecord = TileRecordOf<cfg::SPLIT_Q>;
 struct StepRecord {
     int first, head, row_block;                           // first query of the m-block; where its statistics are
-    int masked;                                           // whether some pair is hidden
+    int masked;                                           // whether some pair is hidden; IN_ORDER: plus 2 · n-block
 };
+__device__ __forceinline__ bool needs_mask(const StepRecord& step) {
+    return cfg::IN_ORDER ? step.masked % 2 : step.masked;
+}
 
 struct SharedStorage {
     unsigned char k[K_BYTES], v[V_BYTES], q[Q_STAGES][Q_BYTES], dout[DO_STAGES][DO_BYTES];
     unsigned char ds[DS_STAGES * DS_BYTES + STAGED_BYTES];  // and after it dK and dV
     float lse[Q_STAGES][BLOCK_M], delta[DO_STAGES][BLOCK_M];
     TileRecord tile[TILE_STAGES];
-    StepRecord q_step[Q_STAGES], do_step[DO_STAGES];
+    StepRecord q_step[Q_RECORDS], do_step[DO_RECORDS];
     u64 next_tile;                                        // the number of the next tile, from CTA 0
     u64 next_full, next_empty, next_wanted;
     u64 tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
@@ -84,6 +91,8 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
 enum { WARPGROUP_BARRIER = 1 };                           // named barriers: one each consumer
+// IN_ORDER: the semaphore of a consumer's part of an m-block of dQ.
+__device__ __forceinline__ constexpr int dq_semaphore(int rank, int consumer) { return rank * CONSUMERS + consumer; }
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 

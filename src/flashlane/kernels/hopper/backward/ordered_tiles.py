@@ -1,0 +1,90 @@
+"""In which order clusters take the tiles of a deterministic launch, whose n-blocks add to dQ one after the other.
+
+A tile may add to an m-block only a while after the tile of the n-block before it has. So the tiles of a head cannot
+start at once, and under a causal mask, where the last tiles of a head are short, they cannot end at once either. The
+more heads a section has, the more tiles there are that wait for no other one, and the more rows are read at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flashlane.kernels.hopper.backward.design_cost import CLUSTER, mean_columns
+from flashlane.kernels.hopper.backward.head_swizzle import BETWEEN_TILES, COMPARED, bytes_of_head, steps_of
+from flashlane.kernels.makespan import section_sizes, sections_of
+
+if TYPE_CHECKING:
+    from flashlane.core.problem import AttentionProblem
+
+LAG = 2.0
+"""Steps from a tile's addition to an m-block to the next tile's. With this and the two constants below, the choice
+among the sections that were timed took 1.006 times the least time in the mean of 22 problems, 1.063 times at worst
+(docs/notebook/0064-clusters-that-add-in-order.md)."""
+KEPT_MIB = 40
+"""Q, dO and dQ of a section's heads that stay in the L2 cache."""
+MEMORY_BYTES_OF_A_MICROSECOND = 2.4e6
+"""What of the rest device memory delivers while the products take their own time."""
+EACH_HEAD = 0.001
+"""Part of the time that each head of a section adds; it decides where sections are alike."""
+SIMULATED = 4096
+"""Tiles that are simulated; longer launches repeat."""
+
+
+def ordered_section(problem: AttentionProblem, block_m: int, block_n: int, workers: int) -> int:
+    """Key/value heads of a section with the least predicted time; packed tensors: of a sequence as long as the longest.
+
+    Args:
+        problem: the attention problem.
+        block_m: queries of a step.
+        block_n: keys of a tile.
+        workers: clusters that take tiles.
+    """
+    heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
+    steps = steps_of(problem, block_m, block_n)
+    if not heads or not steps:
+        return 1
+
+    def time(section: int) -> float:
+        enough = -(-SIMULATED // (section * len(steps))) * section
+        simulated = min(heads, enough)
+        of_a_head = ordered_makespan(steps, sections_of(simulated, section), workers) / simulated
+        return of_a_head * memory_factor(problem, section, block_m, workers) * (1 + EACH_HEAD * section)
+
+    return min(section_sizes(heads, 1, COMPARED), key=time)
+
+
+def ordered_makespan(steps: Sequence[int], sections: Sequence[int], workers: int) -> float:
+    """Steps until the last tile is done, where each tile is :data:`LAG` behind the one before it of its head.
+
+    Args:
+        steps: of a head's tiles, in the order in which they are taken.
+        sections: heads of each section, whose tiles of one n-block follow each other.
+        workers: that run at once.
+    """
+    ends, last = [0.0] * workers, 0.0
+    for heads in sections:
+        begun = [-math.inf] * heads
+        for count in steps:
+            for head in range(heads):
+                begins = ends[0]
+                if count:
+                    begun[head] = begins = max(begins, begun[head] + LAG)
+                end = begins + count + BETWEEN_TILES
+                heapq.heapreplace(ends, end)
+                last = max(last, end)
+    return last
+
+
+def memory_factor(problem: AttentionProblem, section: int, block_m: int, workers: int) -> float:
+    """Times as long as a step takes where the rows that clusters read and add to come from device memory.
+
+    Clusters at the same head read the same rows at about the same time, so that each head of a section counts once.
+    """
+    kept = KEPT_MIB * 2**20 / max(1, section * problem.group * bytes_of_head(problem))
+    sums = 2 * 4 * problem.head_dim  # read and written
+    row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + sums
+    moved = min(section, workers) * block_m * row * max(0.0, 1 - kept)
+    return max(1.0, moved / (CLUSTER.column * mean_columns(problem) * MEMORY_BYTES_OF_A_MICROSECOND))
