@@ -35,23 +35,28 @@ Q, dO and dQ of these heads are more than RESIDENT_MIB, which the timings leave 
 
 def steps_of(problem: AttentionProblem, block_m: int, block_n: int, ranges: QueryRanges | None = None) -> list[int]:
     """Steps of ``block_m`` queries of a tile of ``block_n`` keys, by its n-block; ranges have m-blocks of their own."""
+    keys = problem.seqlen_k
     if ranges is None:
-        return _steps(problem, problem.seqlen_q, problem.shift, block_m, block_n)
+        return _steps(problem, problem.seqlen_q, keys, problem.shift, block_m, block_n)
     rows = ranges.rows, problem.seqlen_q - ranges.rows
-    of_each = (_steps(problem, *each, block_m, block_n) for each in zip(rows, ranges.shifts, strict=True))
+    of_each = (_steps(problem, row, keys, by, block_m, block_n) for row, by in zip(rows, ranges.shifts, strict=True))
     return list(map(sum, zip(*of_each, strict=True)))
 
 
-def _steps(problem: AttentionProblem, rows: int, shift: int, block_m: int, block_n: int) -> list[int]:
-    m_blocks, left, right = -(-rows // block_m), problem.window_left, problem.window_right
+def steps_of_sequence(problem: AttentionProblem, queries: int, keys: int, block_m: int, block_n: int) -> list[int]:
+    """:func:`steps_of` for a packed sequence of so many queries and keys."""
+    shift = keys - queries if problem.alignment == "bottom-right" else 0
+    return _steps(problem, queries, keys, shift, block_m, block_n)
+
+
+def _steps(problem: AttentionProblem, rows: int, keys: int, shift: int, block_m: int, block_n: int) -> list[int]:
+    m_blocks, left, right, group = -(-rows // block_m), problem.window_left, problem.window_right, problem.group
     m_blocks_of_tiles = []
-    for first in range(0, problem.seqlen_k, block_n):
-        last = min(first + block_n, problem.seqlen_k) - 1
+    for first in range(0, keys, block_n):
+        last = min(first + block_n, keys) - 1
         hidden = 0 if right < 0 else max(0, first - shift - right)  # queries before those that see the tile
         end = rows if left < 0 else min(rows, last - shift + left + 1)
-        m_blocks_of_tiles.append(
-            (min(m_blocks, -(-end // block_m)) - hidden // block_m if hidden < end else 0) * problem.group
-        )
+        m_blocks_of_tiles.append((min(m_blocks, -(-end // block_m)) - hidden // block_m if hidden < end else 0) * group)
     return m_blocks_of_tiles
 
 

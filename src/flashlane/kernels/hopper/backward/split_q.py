@@ -24,6 +24,7 @@ from flashlane.kernels.hopper.backward.head_swizzle import (
     compared_sections,
     crowding,
     steps_of,
+    steps_of_sequence,
     two_cta_heads_per_section,
 )
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
@@ -263,9 +264,10 @@ def splits_some(problem: AttentionProblem, config: GradientConfig, workers: int)
 def _split_of_packed(problem: AttentionProblem, config: GradientConfig, workers: int, total: tuple[int, int]) -> SplitQ:
     """How the tiles of packed sequences are split whose lengths are :func:`lengths_like` those of the problem."""
     queries = lengths_like(problem.seqlen_q, total[0], problem.batch)
-    keys = lengths_like(problem.seqlen_k, total[1], problem.batch)
+    same = (problem.seqlen_q, total[0]) == (problem.seqlen_k, total[1])
+    keys = queries if same else lengths_like(problem.seqlen_k, total[1], problem.batch)
     of_sequences = [
-        steps_of(replace(problem, varlen=False, batch=1, seqlen_q=q, seqlen_k=k), config.block_m, config.block_n)
+        steps_of_sequence(problem, q, k, config.block_m, config.block_n)
         for q, k in zip(queries, keys, strict=True)
         if k
     ]
@@ -328,5 +330,6 @@ def lengths_like(longest: int, total: int, count: int) -> list[int]:
     low, high = 0.0, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if longest * sum(middle**i for i in range(count)) < total else (low, middle)
+        of_all = longest * (1 - middle**count) / (1 - middle)
+        low, high = (middle, high) if of_all < total else (low, middle)
     return [round(longest * low**i) for i in range(count)]
