@@ -261,7 +261,11 @@ class AttentionProblem:
     @property
     def shift(self) -> int:
         """Offset between a query's index and the key index it is aligned with."""
-        return self.seqlen_k - self.seqlen_q if self.alignment == "bottom-right" else 0
+        return self.shift_of(self.seqlen_q, self.seqlen_k)
+
+    def shift_of(self, queries: int, keys: int) -> int:
+        """:attr:`shift` of a packed sequence of so many queries and keys."""
+        return keys - queries if self.alignment == "bottom-right" else 0
 
     @property
     def paged(self) -> bool:

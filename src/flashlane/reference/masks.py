@@ -140,7 +140,7 @@ def sequence_batches(problem: AttentionProblem, inputs: Inputs) -> Iterator[Sequ
     """
 
     def band(seqlen_q: int, seqlen_k: int) -> Band:
-        shift = seqlen_k - seqlen_q if problem.alignment == "bottom-right" else 0
+        shift = problem.shift_of(seqlen_q, seqlen_k)
         return Band(seqlen_q, seqlen_k, shift, problem.window_left, problem.window_right)
 
     heads = problem.kv_heads, problem.group

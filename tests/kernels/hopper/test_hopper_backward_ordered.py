@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_model import NO_TILE, NUMBERS, RANKS, Cluster, Hang, Role, play
+from cluster_model import NO_TILE, NUMBERS, RANKS, Cluster, Hang, Role, anytime, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timed_problems import problem_titled
@@ -115,7 +115,7 @@ class OrderedCluster(Cluster):
                     self.events.append(partial(self._rows_come, other, name, len(loaded) % 2, rank, (index, step)))
                 loaded.append((index, step))
                 if is_new:
-                    yield lambda: True
+                    yield anytime
                     complete_step()
             if name == "q" and rank == 0:
                 block.wanted.arrive()

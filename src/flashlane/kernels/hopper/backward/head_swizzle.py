@@ -45,8 +45,7 @@ def steps_of(problem: AttentionProblem, block_m: int, block_n: int, ranges: Quer
 
 def steps_of_sequence(problem: AttentionProblem, queries: int, keys: int, block_m: int, block_n: int) -> list[int]:
     """:func:`steps_of` for a packed sequence of so many queries and keys."""
-    shift = keys - queries if problem.alignment == "bottom-right" else 0
-    return _steps(problem, queries, keys, shift, block_m, block_n)
+    return _steps(problem, queries, keys, problem.shift_of(queries, keys), block_m, block_n)
 
 
 def _steps(problem: AttentionProblem, rows: int, keys: int, shift: int, block_m: int, block_n: int) -> list[int]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LAG = 2.0
 """Steps from a tile's addition to an m-block to the next tile's. With this and the two constants below, the choice
-among the sections that were timed took 1.006 times the least time in the mean of 22 problems, 1.063 times at worst
+among the sections that were timed took 1.006 times the least time in the mean of 20 problems, 1.063 times at worst
 (docs/notebook/0064-clusters-that-add-in-order.md)."""
 KEPT_MIB = 40
 """Q, dO and dQ of a section's heads that stay in the L2 cache."""
