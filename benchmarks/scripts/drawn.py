@@ -1,18 +1,18 @@
 """Time flashlane next to its peers on problems drawn at random: what a claim to be faster in general rests on.
 
-    PYTHONPATH=src python3 benchmarks/scripts/drawn.py --seed 1000 --count 60 [--kind dense,packed,window,decode,cache]
-        [--direction forward,backward] [--protocol both] [--peers cudnn,fa2,fa4,flashinfer] [--candidates]
-        [--seconds 200]
+    PYTHONPATH=src python3 benchmarks/scripts/drawn.py --seed 1000 --count 60
+        [--kind dense,packed,window,deterministic,decode,cache] [--direction forward,backward] [--protocol both]
+        [--peers cudnn,fa2,fa4,flashinfer] [--candidates] [--seconds 200]
     PYTHONPATH=src python3 benchmarks/scripts/drawn.py --lists packed:backward:1000:60,dense:backward:1001:200
 
 Each problem follows from kind, seed and number (flashlane.bench.measure.drawn.TIMED). benchmarks/seeds.json says which
 seeds are for fitting and which for judging. Everything is compiled first, in threads. Each implementation is checked
-(flashlane.bench.measure.sampled_check), runs by itself for 25 ms and is timed through its public function, in rounds of
-drawn order: steady (back to back) and flushed (L2 flushed before each call), or by replays of CUDA graphs, without the
-host's time. A peer that is far behind another one at its first calls, under each protocol, is not timed further.
-``--candidates`` also times the other configurations of our kernel, or for few queries other numbers of splits. A file a
-kind and direction, drawn_DIRECTION_KIND_SEED.json, is written again after each problem, and a further run adds what it
-lacks. ``--show FILE...`` prints and draws existing files, without a GPU.
+(flashlane.bench.measure.sampled_check, and two deterministic calls for equal bits), runs by itself for 25 ms and is
+timed through its public function, in rounds of drawn order: steady (back to back) and flushed (L2 flushed before each
+call), or by replays of CUDA graphs, without the host's time. A peer that is far behind another one at its first calls,
+under each protocol, is not timed further. ``--candidates`` also times the other configurations of our kernel, or for
+few queries other numbers of splits. A file a kind and direction, drawn_DIRECTION_KIND_SEED.json, is written again after
+each problem, and a further run adds what it lacks. ``--show FILE...`` prints and draws existing files, without a GPU.
 
 Where the environment names a compile cache of FlashAttention-4 (tools/fa4_cache.py --drawn makes one), kernels that it
 lacks are not compiled, which takes ten seconds each; that peer is then absent. tools/ahead.py --drawn compiles ours on
@@ -68,6 +68,8 @@ PROTOCOLS: tuple[TimingProtocol, ...] = ("steady", "flushed")
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 FORWARD_ONLY = ("decode", "cache")
 """Kinds of few queries, whose candidates are numbers of splits of the keys."""
+BACKWARD_ONLY = ("deterministic",)
+"""Kinds whose gradients are asked for in an order of additions."""
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 MOST_FLOP = {"forward": 2e12, "backward": 3e12 / WORK["backward"]}
 """Of the forward pass of a problem, by the direction that is timed."""
@@ -103,9 +105,14 @@ class ProblemList:
 
 
 def lists_of(kinds: Sequence[str], directions: Sequence[Direction], seed: int, count: int) -> list[ProblemList]:
-    """Every kind in every direction that it has: decoding has no backward."""
+    """Every kind in every direction that it has."""
     pairs = [(kind, direction) for direction in directions for kind in kinds]
-    return [ProblemList(*pair, seed, count) for pair in pairs if pair[1] == "forward" or pair[0] not in FORWARD_ONLY]
+    return [ProblemList(*pair, seed, count) for pair in pairs if has(*pair)]
+
+
+def has(kind: str, direction: str) -> bool:
+    """Whether problems of a kind have a direction: decoding has no backward, and an order of additions no forward."""
+    return kind not in (BACKWARD_ONLY if direction == "forward" else FORWARD_ONLY)
 
 
 def lists_of_text(text: str) -> list[tuple[ProblemList, bool]]:
@@ -122,8 +129,8 @@ def lists_of_text(text: str) -> list[tuple[ProblemList, bool]]:
         )
         if not fits or not all(word.isdigit() for word in words[2:4]):
             raise ValueError(f"list is {item!r}; it may be KIND:DIRECTION:SEED:COUNT or that with :candidates")
-        if words[1] != "forward" and words[0] in FORWARD_ONLY:
-            raise ValueError(f"list is {item!r}; {words[0]} has no backward")
+        if not has(words[0], words[1]):
+            raise ValueError(f"list is {item!r}; {words[0]} has no {words[1]}")
         lists.append((ProblemList(words[0], words[1], int(words[2]), int(words[3])), len(words) == 5))  # type: ignore[arg-type]
     return lists
 
@@ -142,7 +149,7 @@ def asked(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> lis
     directions = words(parser, "--direction", arguments.direction, DIRECTIONS)
     lists = lists_of(kinds, directions, arguments.seed, arguments.count)  # type: ignore[arg-type]
     if not lists:
-        parser.error(f"--kind {arguments.kind} has no backward")
+        parser.error(f"--kind {arguments.kind} has no {arguments.direction}")
     return lists
 
 
@@ -175,18 +182,26 @@ class Measuring:
 
 
 def checked(item: Implementation, work: Work, oracle: SampledOracle) -> str:
-    """Run an implementation once; what is wrong with it, or empty. Memory that it is given holds NaN."""
-    stale = [torch.full_like(t, math.nan) for t in (work.out, work.inputs.q, work.inputs.k, work.inputs.v)]
-    del stale
+    """Run an implementation once, twice if it shall be deterministic; what is wrong with it, or empty.
+
+    Memory that it is given holds NaN.
+    """
+    results: list[tuple[torch.Tensor, ...]] = []
     try:
         with warnings.catch_warnings(record=True) as heard, item.context():
             warnings.simplefilter("always")
-            result = item.call()
-            synchronize(work.out.device)
+            for _ in range(2 if work.problem.deterministic else 1):
+                stale = [torch.full_like(t, math.nan) for t in (work.out, work.inputs.q, work.inputs.k, work.inputs.v)]
+                del stale
+                result = item.call()
+                results.append(tuple(t.clone() for t in (result if isinstance(result, tuple) else (result,))))
+                synchronize(work.out.device)
     except Exception as error:  # a peer may raise anything
         stop_if_broken(work.out.device, item.tag, work.problem, error)
         return explained(error, heard)
-    wrong = oracle.judge(result if isinstance(result, tuple) else (result,))
+    wrong = oracle.judge(results[0])
+    if not wrong and not all(map(torch.equal, results[0], results[-1])):
+        wrong = "two calls gave unlike bits"
     return f"WRONG: {wrong}" if wrong else ""
 
 

@@ -17,7 +17,7 @@ PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4",
 """Peers of the rows, and their names."""
 PROTOCOLS = ("steady", "flushed")
 """In the order of the tables' figures."""
-KINDS = ("dense", "packed", "window", "decode", "cache")
+KINDS = ("dense", "packed", "window", "deterministic", "decode", "cache")
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """The largest head dim of each column of the table by head dim."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import random
@@ -59,10 +60,20 @@ def bodies(folder: Path) -> dict[str, Any]:
 def test_it_times_every_kind_in_both_directions_beside_a_peer(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--kind", "dense,packed,window,decode,cache", "--direction", "forward,backward", "--count", "2")
+    options = (
+        "--kind",
+        "dense,packed,window,deterministic,decode,cache",
+        "--direction",
+        "forward,backward",
+        "--count",
+        "2",
+    )
     assert run(script, monkeypatch, tmp_path, *options) == 0
     by_name = bodies(tmp_path)
-    assert len(by_name) == 8 and not {"drawn_backward_decode_1000", "drawn_backward_cache_1000"} & set(by_name)
+    one_way = {"drawn_backward_decode_1000", "drawn_backward_cache_1000", "drawn_forward_deterministic_1000"}
+    assert len(by_name) == 9 and not one_way & set(by_name)
+    in_order = by_name["drawn_backward_deterministic_1000"]["rows"]
+    assert len(in_order) == 2 and all(row["ok"] and "deterministic" in row["problem"] for row in in_order)
     for row in by_name["drawn_forward_cache_1000"]["rows"]:
         case = spaces.timed("cache", 1000, row["number"])
         used = row["sizes"]["lengths"]
@@ -179,9 +190,10 @@ def test_rows_of_two_commits_do_not_mix(
     "words, message",
     [
         (("--seed", "7"), "--seed is 7; it may be 1000 to 1999 (fitting) or 2000 to 2999 (judging)"),
-        (("--kind", "dence"), "--kind is 'dence'; it may hold dense, packed, window, decode"),
+        (("--kind", "dence"), "--kind is 'dence'; it may hold dense, packed, window, deterministic, decode"),
         (("--peers", "fa3"), "--peers is 'fa3'; it may hold cudnn, fa2, fa4, flex, efficient"),
         (("--kind", "decode", "--direction", "backward"), "decode has no backward"),
+        (("--kind", "deterministic", "--direction", "forward"), "deterministic has no forward"),
         (("--direction", "sideways"), "--direction is 'sideways'; it may hold forward, backward"),
     ],
 )
@@ -212,6 +224,21 @@ def test_a_wrong_output_is_not_timed_and_fails(
     (row,) = body["rows"]
     assert not row["ok"] and "flashlane" not in row["ms"] and row["absent"]["flashlane"].startswith("WRONG: out")
     assert "WRONG 0:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_unlike_bits_of_two_calls_are_wrong_only_where_they_shall_be_equal(
+    script: ModuleType, deterministic: bool
+) -> None:
+    calls = itertools.count(1)
+    numbers = torch.ones(3)
+    item = script.Implementation("a", "kernel", lambda: (numbers, numbers.add_(2**-20 * next(calls))))
+    problem = SimpleNamespace(deterministic=deterministic)
+    work = SimpleNamespace(problem=problem, out=numbers, inputs=SimpleNamespace(q=numbers, k=numbers, v=numbers))
+    oracle = SimpleNamespace(judge=lambda result: "")
+    assert script.checked(item, work, oracle) == ("WRONG: two calls gave unlike bits" if deterministic else "")
+    equal = script.Implementation("b", "kernel", lambda: numbers)
+    assert script.checked(equal, work, oracle) == ""
 
 
 def test_candidates_are_timed_beside_the_chosen_one(

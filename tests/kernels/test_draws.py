@@ -91,6 +91,7 @@ def test_timed_problems_are_within_their_bounds_and_a_function_of_kind_seed_and_
         assert posed.problem.varlen == (kind == "packed") and posed.problem.seqused_k == (kind == "cache")
         assert case.attended_lengths == case.lengths or kind == "cache"
         assert (posed.problem.window_left >= 0) == (kind == "window")
+        assert posed.problem.deterministic == (kind == "deterministic")
     smaller = [draws.timed(kind, 1000, number, most_flop=2e10) for number in range(20)]
     assert all(sum(map(case.flop, case.lengths)) <= 2e10 for case in smaller)
     with pytest.raises(ValueError, match="no problem of it fits"):

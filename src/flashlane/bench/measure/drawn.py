@@ -451,6 +451,7 @@ TIMED: dict[str, Space] = {
         left=(127, 128, 256, 511, 512, 1000, 1024, 2048, 4096),
         right=(0, 64, 128, 512, 1024),
     ),
+    "deterministic": replace(DENSE_TIMED, deterministic=(True,)),
     "decode": DECODE_TIMED,
     "cache": replace(
         DECODE_TIMED,
@@ -462,6 +463,6 @@ TIMED: dict[str, Space] = {
         least_used=(0.02, 0.3, 0.95),
     ),
 }
-"""Problems that are timed next to the peers, by kind: of ``decode`` the host knows the lengths, which all sequences
-share; of ``cache`` they are on the device, and differ by up to the share that is drawn. No call takes more than some
-milliseconds on a Hopper GPU."""
+"""Problems that are timed next to the peers, by kind: those of ``deterministic`` are dense, too; of ``decode`` the host
+knows the lengths, which all sequences share; of ``cache`` they are on the device, and differ by up to the share that is
+drawn. No call takes more than some milliseconds on a Hopper GPU."""
