@@ -126,7 +126,8 @@ def backward_cases() -> Iterator[BackwardCase]:
         yield BackwardCase("tile after tile", head_dim, torch.bfloat16, square, {"causal": True}, heads=many)
     yield BackwardCase("tile after tile, dQ by TMA", 128, torch.bfloat16, ((480, 480),), heads=(133, 133))
     order = {"causal": True, "deterministic": True}
-    for head_dim in (64, 256):
+    yield BackwardCase("deterministic", 96, torch.bfloat16, packed, order)
+    for head_dim in (64, 96, 256):
         yield BackwardCase("tile after tile, deterministic", head_dim, torch.float16, ((200, 200),), order, heads=many)
     yield BackwardCase("in-kernel dQ", 128, torch.float16, square, {"window_size": (400, 0)}, heads=(600, 600))
 

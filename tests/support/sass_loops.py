@@ -50,7 +50,10 @@ def families(loop: list[str]) -> Counter[str]:
 
 
 def steady_loops(text: str, shortest: bool = False) -> list[list[str]]:
-    """Opcodes of the loops over key blocks: multiplying but not storing. A semaphore's release is no store."""
+    """Opcodes of the loops over key blocks: multiplying but not storing results.
+
+    A semaphore's release and a first addition to dQ, which others read in the same launch, are no results.
+    """
     return [
         turn
         for loop, turn in zip(loops(text), loops(text, shortest), strict=True)

@@ -83,6 +83,13 @@ __device__ __forceinline__ void bulk_copy(u32 destination, u32 source, u32 bytes
                  : "memory");
 }
 
+// Copies this CTA's shared memory to device memory, as part of this thread's current bulk group.
+__device__ __forceinline__ void bulk_store(float* destination, u32 source, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source),
+                 "r"(bytes)
+                 : "memory");
+}
+
 // Adds floats of this CTA's shared memory to floats in device memory, as part of this thread's current bulk group.
 __device__ __forceinline__ void bulk_add(float* destination, u32 source, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -54,10 +53,10 @@ def inside(memory: list[torch.Tensor], address: int | None, size: int) -> bool:
     return address is not None and any(begin <= address and address + size <= end for begin, end in ends)
 
 
-def test_two_launches_make_all_gradients(launch) -> None:
+def test_what_additions_in_order_share(launch) -> None:
     problem = problem_of(window_right=0, deterministic=True)
-    launches, memory = launch(replace(pick(problem), postprocess="last_addition"), problem)
-    assert list(launches) == ["before", "gradients"]
+    launches, memory = launch(pick(problem), problem)
+    assert list(launches) == ["before", "gradients", "after"]
     before, gradients = launches["before"], launches["gradients"]
     # Both may begin early; the first waits for whatever is before it on the stream.
     assert before.overlapped and gradients.overlapped
@@ -67,10 +66,8 @@ def test_two_launches_make_all_gradients(launch) -> None:
         assert inside(memory, one.dq_accum, blocks * 64 * 128 * 4)
         assert inside(memory, one.semaphores, blocks * pick(problem).semaphore_ints * 4)
         assert inside(memory, one.counters, backward_launch.COUNTERS * 4)
-        assert inside(memory, one.postprocess_queue, 2 * blocks * 4)
-        assert one.postprocess_queue >= one.counters + 4 * backward_launch.COUNTERS
         assert (one.dq_row, one.dq) == (8 * 128, memory[-3].data_ptr())
-    shared = ("dq_accum", "semaphores", "counters", "postprocess_queue", "lse", "delta", "dq", "window_left")
+    shared = ("dq_accum", "semaphores", "counters", "lse", "delta", "dq", "window_left")
     shared += ("window_right", "row_blocks", "heads", "dq_batch", "dq_row", "dq_head")
     for name in shared:
         assert getattr(before.params, name) == getattr(gradients.params, name), name

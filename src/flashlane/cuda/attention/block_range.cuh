@@ -59,13 +59,3 @@ __device__ __forceinline__ BlockRange m_block_range(const WindowMask<LEFT, RIGHT
     if (mask.seqlen_k <= first_key) range.high = 0;
     return range;
 }
-
-// The m-blocks that see any key at all. They follow each other, as both ends of m_block_range only grow with the key.
-template <int BLOCK_M, Side LEFT, Side RIGHT>
-__device__ __forceinline__ BlockRange m_block_range_of_all(const WindowMask<LEFT, RIGHT>& mask, int seqlen_q,
-                                                           int block_n) {
-    const int last = (ceil_div(mask.seqlen_k, block_n) - 1) * block_n;
-    if (last < 0) return {0, 0};
-    return {m_block_range<BLOCK_M>(mask, seqlen_q, 0, block_n).low,
-            m_block_range<BLOCK_M>(mask, seqlen_q, last, block_n).high};
-}

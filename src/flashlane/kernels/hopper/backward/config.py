@@ -104,8 +104,6 @@ class GradientConfig(ABC):
     """Idle warps of the launch zero dq_accum and write dQ, as far as they get."""
     zeroing_ctas: ClassVar[int] = 0
     """CTAs that share the zeros of the m-blocks of a tile of the launch; 0: the preprocess kernel writes all zeros."""
-    last_addition: ClassVar[bool] = False
-    """Idle warps of the launch write all of dQ, after the last addition to each slice of dq_accum."""
 
     @property
     @abstractmethod
@@ -127,8 +125,8 @@ class GradientConfig(ABC):
         """The kernels of the gradients, in the order of their launches."""
 
     def sources(self) -> tuple[KernelSource, ...]:
-        """All kernels in the order of their launches: preprocess, gradients, postprocess where it is a launch."""
-        after = (postprocess_source(self),) if self.dq_accum_floats and not self.last_addition else ()
+        """All kernels in the order of their launches: preprocess, gradients, postprocess where dQ is summed."""
+        after = (postprocess_source(self),) if self.dq_accum_floats else ()
         return (preprocess_source(self), *self.gradient_sources(), *after)
 
     def device_sources(self) -> tuple[DeviceSource, ...]:
@@ -150,8 +148,8 @@ class GradientConfig(ABC):
 
     @property
     def semaphore_ints(self) -> int:
-        """Integers of ``DqSemaphore`` in ``dq_semaphore.cuh``, which has six besides and lies on multiples of eight."""
-        return -(-(self.dq_semaphores + 6) // 8) * 8
+        """Integers of ``DqSemaphore`` in ``dq_semaphore.cuh``, which lies on multiples of eight."""
+        return -(-self.dq_semaphores // 8) * 8
 
     @property
     def heads_first(self) -> bool:
@@ -262,8 +260,8 @@ def _source(
 
 def preprocess_source(config: GradientConfig) -> KernelSource:
     """``preprocess.cu`` for what a configuration of the gradients' kernels reads."""
-    names = ("head_dim", "head_dim_v", "block_m", "dq_accum_floats", "in_order", "last_addition", "in_kernel_dq")
-    names += ("zeroing_ctas", "dq_semaphores")
+    names = ("head_dim", "head_dim_v", "block_m", "dq_accum_floats", "in_order", "in_kernel_dq")
+    names += ("zeroing_ctas", "dq_semaphores", "block_lists")
     constants: dict[str, int] = {name.upper(): getattr(config, name) for name in names}
     # It computes which n-blocks add to an m-block only where additions have an order.
     constants |= _mask_constants(config, config.in_order)

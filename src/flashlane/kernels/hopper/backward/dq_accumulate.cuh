@@ -35,6 +35,17 @@ __device__ __forceinline__ void global_add(float* to, float x, float y, float z,
                  : "memory");
 }
 
+// Stores them, to which other threads add later: the first addition, where additions have an order.
+__device__ __forceinline__ void global_store(float* to, float x, float y, float z, float w) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
+                 : "memory");
+}
+template <bool FIRST>
+__device__ __forceinline__ void store_or_add(float* to, float x, float y, float z, float w) {
+    if (FIRST) global_store(to, x, y, z, w);
+    else global_add(to, x, y, z, w);
+}
+
 // An 8×8 matrix of floats, two of row lane / 4 in each lane, transposed: first the low halves, then the high ones.
 __device__ __forceinline__ float2 transpose_floats(float x, float y) {
     const u32 a = __float_as_uint(x), b = __float_as_uint(y);

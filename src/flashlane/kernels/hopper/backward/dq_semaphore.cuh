@@ -12,18 +12,20 @@ __device__ __forceinline__ TileMask tile_mask(const Params& p, const Seqlen& seq
 }
 
 struct alignas(32) DqSemaphore {
-    int next_n_block[cfg::DQ_SEMAPHORES];  // for each part that is added by itself, the n-block whose addition is next
-    int n_block_end;               // the last n-block that adds, plus one
-    int unused;
-    int batch, head, row, rows;    // where the m-block's dQ lies: first row, and rows from there to the sequence's end
+    // For each part that is added by itself: the n-block whose addition is next, and before the first one ~n-block.
+    int next_n_block[cfg::DQ_SEMAPHORES];
 };
+
+// Whether it is an n-block's turn to add. The first one stores its dQ in place of adding it, so that nobody writes
+// zeros before.
+__device__ __forceinline__ bool is_turn(int next_n_block, int n_block) {
+    return next_n_block == n_block || next_n_block == ~n_block;
+}
+__device__ __forceinline__ bool is_first_turn(int next_n_block) { return next_n_block < 0; }
 
 // Counters of a launch.
 enum Counters {
     TILES_TAKEN,                   // work tiles that a CTA or a cluster has taken
-    SLICES_COMPLETE,               // slices of dq_accum with all additions: the length of the postprocess queue
-    SLICES_TAKEN,                  // entries of that queue that a postprocess warp has taken
-    SLICES_ALL,                    // slices to which any n-block adds
     ZEROING_TAKEN,                 // in-kernel dQ: tiles whose m-blocks a warp has taken for zeroing
     POSTPROCESS_TAKEN,             // in-kernel dQ: tiles whose m-blocks a warp has taken for writing dQ
     COUNTERS

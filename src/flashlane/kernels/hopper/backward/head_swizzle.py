@@ -7,16 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.arch import L2_BYTES, SMS
+from flashlane.kernels.hopper.arch import L2_BYTES
 from flashlane.kernels.makespan import makespan, section_sizes, sections_of
 
 if TYPE_CHECKING:
     from flashlane.core.ranges import QueryRanges
 
-LONG_CHAIN = 64
-"""Tiles of a head beyond which a deterministic launch under a causal mask is bound by their order."""
-SHORT_STEPS, SHORT_CHAIN = 64, 32
-"""Head dims whose steps take no longer than an addition, and tiles of a head up to which twice the heads help."""
 HEADS_INNER_GROUP, HEADS_INNER_ABOVE = 8, 64
 """Query heads that share keys, and head dims above which, a causal launch is faster whose steps go through these heads
 first: 1.03 times in the mean of 16 problems, 0.99 to 1.11. With groups of 4 and with D 64 it was 0.93 to 1.01
@@ -68,21 +64,15 @@ def even(heads: int, most: int) -> int:
     return min(range(max(1, most // 2), min(heads, 2 * most) + 1), key=loss, default=heads)
 
 
-def heads_per_section(problem: AttentionProblem, key_blocks: int, sms: int = SMS) -> int:
+def heads_per_section(problem: AttentionProblem) -> int:
     """Key/value heads of a section, in which the tiles of one n-block follow each other; packed tensors: of a sequence.
 
     Under a causal mask the longest tiles of all those heads come first: as many heads as fit the L2 cache, since a tile
-    goes through one query head at a time. Without it a head's tiles follow each other. A deterministic launch adds the
-    tiles of a head in their order, and each waits for the one before. So it runs as many heads at once as keep the
-    tiles of one head from starting faster than their additions end; twice as many for steps as short as an addition.
+    goes through one query head at a time. Without it a head's tiles follow each other. Additions in order have an order
+    of their own (``ordered_tiles.py``).
     """
     heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
-    causal = problem.has_right_only
-    section = even(heads, max(1, L2_BYTES // max(1, bytes_of_head(problem)))) if causal else 1
-    if problem.deterministic and (not causal or key_blocks > LONG_CHAIN):
-        section = -(-sms // max(1, key_blocks)) * (4 if causal else 1)
-        if not causal and problem.head_dim <= SHORT_STEPS and key_blocks <= SHORT_CHAIN:
-            section *= 2
+    section = even(heads, max(1, L2_BYTES // max(1, bytes_of_head(problem)))) if problem.has_right_only else 1
     return min(heads, max(1, section))
 
 

@@ -1,7 +1,7 @@
 """How the Hopper backward is launched: one plan for all designs, which differ in data (:class:`Schedule`).
 
-A call launches the preprocess kernel, the kernels of the gradients and, where dQ is summed in device memory and not
-written in the kernel that sums it, the postprocess kernel. What they share of device memory is one allocation.
+A call launches the preprocess kernel, the kernels of the gradients and, where dQ is summed in device memory, the
+postprocess kernel. What they share of device memory is one allocation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flashlane.kernels.seqlen import SeqlenParams, plain_inputs_of, plain_seqlen
 if TYPE_CHECKING:
     from flashlane.core.ranges import QueryRanges
 
-COUNTERS = 6
+COUNTERS = 3
 """Integers of ``Counters`` in ``dq_semaphore.cuh``."""
 PART_WORDS = 32
 """Words of 4 bytes; the size of each part of a call's device memory is a multiple of them."""
@@ -54,7 +54,7 @@ STORED = ("dk_map", "dv_map")
 """The maps of dK and dV, which follow where TMA stores these."""
 MAPPED_ARGUMENTS = ("q", "k", "v", "the output's gradient", "the gradient of k", "the gradient of v")
 """What messages call them."""
-_POINTERS = ("lse", "delta", "dq_accum", "dk", "dv", "dq", "semaphores", "postprocess_queue", "counters", "partials")
+_POINTERS = ("lse", "delta", "dq_accum", "dk", "dv", "dq", "semaphores", "counters", "partials")
 _POINTERS += ("zeroed", "added", "written")
 _INTEGERS = ("heads", "kv_heads", "window_left", "window_right", "row_blocks", "blocks", "heads_per_section", "tiles")
 _INTEGERS += ("first_tiles", "splits", "zeroed_before", "write_until")
@@ -121,7 +121,7 @@ class PreprocessParams(ctypes.Structure):
     """Mirror of ``Params`` in ``preprocess.cu``."""
 
     _fields_ = (
-        *_pointers("dlogit_partials", "semaphores", "postprocess_queue", "dq", "dk", "dv"),
+        *_pointers("dlogit_partials", "semaphores", "dq", "dk", "dv"),
         *_pointers("zeroed", "added", "written"),
         *_pointers("out", "dout", "lse_in", "dlse", "lse", "delta", "dq_accum", "counters"),
         *_strides("out", "dout"),
@@ -250,7 +250,6 @@ def workspace_of(rows: RowBlocks, config: GradientConfig, split: SplitQ, in_kern
             "semaphores": rows.all * config.semaphore_ints * config.in_order,
         }
         sizes |= {"counters": COUNTERS + split.arrivals + rows.sequences}
-        sizes |= {"postprocess_queue": CONSUMERS * rows.all * config.last_addition}
         sizes |= {"zeroed": in_kernel.heads}
         sizes |= {"added": in_kernel.heads * in_kernel.writes, "written": in_kernel.tiles * in_kernel.writes}
         sizes |= {"partials": split.partials * CONSUMERS * CHUNK * (config.head_dim + config.head_dim_v)}

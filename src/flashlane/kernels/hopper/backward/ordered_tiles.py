@@ -1,4 +1,4 @@
-"""In which order clusters take the tiles of a deterministic launch, whose n-blocks add to dQ one after the other.
+"""In which order a deterministic launch takes its tiles, whose n-blocks add to dQ one after the other.
 
 A tile may add to an m-block only a while after the tile of the n-block before it has. So the tiles of a head cannot
 start at once, and under a causal mask, where the last tiles of a head are short, they cannot end at once either. The
@@ -12,35 +12,35 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flashlane.kernels.hopper.backward.design_cost import CLUSTER, mean_columns
 from flashlane.kernels.hopper.backward.head_swizzle import BETWEEN_TILES, COMPARED, bytes_of_head, steps_of
 from flashlane.kernels.makespan import section_sizes, sections_of
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
 
-LAG = 2.0
-"""Steps from a tile's addition to an m-block to the next tile's. With this and the two constants below, the choice
-among the sections that were timed took 1.006 times the least time in the mean of 20 problems, 1.063 times at worst
-(docs/notebook/0064-clusters-that-add-in-order.md)."""
-KEPT_MIB = 40
+LAG = 2.5
+"""Steps from a tile's addition to an m-block to the next tile's. With this and the three constants below, the choice
+among the sections that were timed took 1.004 times the least time in the mean of 159 timings of 74 problems, 1.08 times
+at worst (docs/notebook/0065-the-first-addition-stores.md)."""
+KEPT_MIB = 15
 """Q, dO and dQ of a section's heads that stay in the L2 cache."""
-MEMORY_BYTES_OF_A_MICROSECOND = 2.4e6
+MEMORY_BYTES_OF_A_MICROSECOND = 1e6
 """What of the rest device memory delivers while the products take their own time."""
-EACH_HEAD = 0.001
+EACH_HEAD = 0.002
 """Part of the time that each head of a section adds; it decides where sections are alike."""
-SIMULATED = 4096
+SIMULATED = 1024
 """Tiles that are simulated; longer launches repeat."""
 
 
-def ordered_section(problem: AttentionProblem, block_m: int, block_n: int, workers: int) -> int:
+def ordered_section(problem: AttentionProblem, block_m: int, block_n: int, workers: int, step: float) -> int:
     """Key/value heads of a section with the least predicted time; packed tensors: of a sequence as long as the longest.
 
     Args:
         problem: the attention problem.
         block_m: queries of a step.
         block_n: keys of a tile.
-        workers: clusters that take tiles.
+        workers: CTAs, or clusters, that take tiles.
+        step: microseconds of one.
     """
     heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
     steps = steps_of(problem, block_m, block_n)
@@ -51,7 +51,7 @@ def ordered_section(problem: AttentionProblem, block_m: int, block_n: int, worke
         enough = -(-SIMULATED // (section * len(steps))) * section
         simulated = min(heads, enough)
         of_a_head = ordered_makespan(steps, sections_of(simulated, section), workers) / simulated
-        return of_a_head * memory_factor(problem, section, block_m, workers) * (1 + EACH_HEAD * section)
+        return of_a_head * memory_factor(problem, section, block_m, workers, step) * (1 + EACH_HEAD * section)
 
     return min(section_sizes(heads, 1, COMPARED), key=time)
 
@@ -78,13 +78,13 @@ def ordered_makespan(steps: Sequence[int], sections: Sequence[int], workers: int
     return last
 
 
-def memory_factor(problem: AttentionProblem, section: int, block_m: int, workers: int) -> float:
-    """Times as long as a step takes where the rows that clusters read and add to come from device memory.
+def memory_factor(problem: AttentionProblem, section: int, block_m: int, workers: int, step: float) -> float:
+    """Times as long as a step takes where the rows that tiles read and add to come from device memory.
 
-    Clusters at the same head read the same rows at about the same time, so that each head of a section counts once.
+    Tiles of one head read the same rows at about the same time, so that each head of a section counts once.
     """
     kept = KEPT_MIB * 2**20 / max(1, section * problem.group * bytes_of_head(problem))
     sums = 2 * 4 * problem.head_dim  # read and written
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + sums
     moved = min(section, workers) * block_m * row * max(0.0, 1 - kept)
-    return max(1.0, moved / (CLUSTER.column * mean_columns(problem) * MEMORY_BYTES_OF_A_MICROSECOND))
+    return max(1.0, moved / (step * MEMORY_BYTES_OF_A_MICROSECOND))

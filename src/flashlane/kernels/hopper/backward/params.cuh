@@ -25,7 +25,6 @@ struct PlainParams {
     float* dq_accum;               // sums of dQ, see dq_accumulate.cuh
     void *dk, *dv, *dq;            // (batch, row, head, column)
     DqSemaphore* semaphores;       // one for each m-block, where additions to dQ have an order
-    int* postprocess_queue;        // slices of dq_accum in the order in which they became complete; 0 before a launch
     int* counters;                 // see Counters; VARLEN: then the sequences in the order of their tiles, those with
                                    // most queries first; then arrivals of the splits of each split tile. Counters
                                    // and arrivals are 0 before a launch

@@ -24,8 +24,7 @@ constexpr bool EVEN_ROWS = BLOCK_M % (ROWS * ROWS_AT_ONCE) == 0;
 struct PlainParams {
     float* dlogit_partials;        // (batch, m-block, head); packed sequences: (m-block, head), all m-blocks of a head
     DqSemaphore* semaphores;       // IN_ORDER
-    int* postprocess_queue;        // LAST_ADDITION: zeroed here
-    DqElement* dq;                 // LAST_ADDITION, VARLEN: (batch, row, head, column)
+    DqElement* dq;                 // VARLEN: (row, head, column)
     DkdvElement *dk, *dv;          // VARLEN: (row, head, column); UNSEEN_KEYS: the same, sequence after sequence
     int *zeroed, *added, *written; // ZEROING_CTAS, IN_KERNEL_DQ, see Params of the gradients' kernels (params.cuh)
     const void *out, *dout;        // (batch, row, head, column), rows on 16 bytes
@@ -121,25 +120,15 @@ __device__ __forceinline__ bool init_in_kernel_dq(const Params& p, int batch, in
     return order.index(n_block, kv_head) < p.zeroed_before;
 }
 
-// Initialises the semaphores of the CTA's m-block, zeroes its dq_accum, and zeroes its dQ where no n-block adds to it.
+// Initialises the semaphores of the CTA's m-block, and zeroes its dq_accum. In an order the first n-block stores, so
+// that only m-blocks to which none adds have zeros; with lists all have, which may leave an m-block without any.
 __device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seqlen, const RowBlock& at, int head,
                                         long long row_block) {
     if constexpr (cfg::IN_ORDER) {
-        const int first = at.m_block * BLOCK_M;
         const TileMask mask = tile_mask(p, seqlen_of(p, at.sequence, at.range));
         const BlockRange n_blocks = n_block_range_of<BLOCK_M>(mask, at.m_block, cfg::BLOCK_N);
-        DqSemaphore& semaphore = p.semaphores[row_block];
-        if (threadIdx.x < cfg::DQ_SEMAPHORES) semaphore.next_n_block[threadIdx.x] = n_blocks.low;
-        if (cfg::LAST_ADDITION && threadIdx.x == 0) {
-            semaphore.n_block_end = n_blocks.high;
-            semaphore.batch = seqlen.q_batch, semaphore.head = head;
-            semaphore.row = seqlen.q_first + first, semaphore.rows = seqlen.q_length - first;
-        }
-        if (cfg::LAST_ADDITION && n_blocks.count() == 0) {
-            DqElement* const dq = p.dq + seqlen.q_batch * p.dq_batch + head * p.dq_head;
-            for (int row = first; row < min(first + BLOCK_M, seqlen.q_length); ++row)
-                clear(dq + (static_cast<long long>(seqlen.q_first) + row) * p.dq_row, HEAD_DIM * sizeof(DqElement));
-        }
+        if (threadIdx.x < cfg::DQ_SEMAPHORES) p.semaphores[row_block].next_n_block[threadIdx.x] = ~n_blocks.low;
+        if (!cfg::BLOCK_LISTS && n_blocks.count() > 0) return;
     }
     if (cfg::ZEROING_CTAS == 0 || init_in_kernel_dq(p, at.sequence, head, at.m_block))
         clear(p.dq_accum + row_block * cfg::DQ_ACCUM_FLOATS, cfg::DQ_ACCUM_FLOATS * sizeof(float));
@@ -149,16 +138,7 @@ __device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seql
 __device__ __forceinline__ void init_counters(const Params& p) {
     const int ordered = cfg::VARLEN ? p.seqlen.batch : 0;  // see order_sequence
     for (int i = threadIdx.x; i < COUNTERS + p.split_arrivals; i += WARP)
-        if (i != SLICES_ALL) p.counters[i < COUNTERS ? i : i + ordered] = 0;
-    if constexpr (cfg::LAST_ADDITION) {
-        int m_blocks = 0;                                 // to which any n-block adds
-        for (int i = threadIdx.x; i < p.seqlen.batch; i += WARP) {
-            const Seqlen seqlen(p.seqlen, i);
-            m_blocks += m_block_range_of_all<BLOCK_M>(tile_mask(p, seqlen), seqlen.q_length, cfg::BLOCK_N).count();
-        }
-        m_blocks = __reduce_add_sync(0xffffffffu, m_blocks);
-        if (threadIdx.x == 0) p.counters[SLICES_ALL] = 2 * m_blocks * p.heads;
-    }
+        p.counters[i < COUNTERS ? i : i + ordered] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) hopper_backward_preprocess(const __grid_constant__ Params p) {
@@ -172,8 +152,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) hopper_backward_preproc
     const long long row_block = first_row_block(p, seqlen, at.sequence, head) + at.m_block;
     const long long index = (static_cast<long long>(blockIdx.z) * gridDim.y + head) * gridDim.x + blockIdx.x;
     if (p.counters != nullptr && index == 0 && threadIdx.x < WARP) init_counters(p);
-    // A launch has at most two slices for each CTA, which zeroes their entries.
-    if (cfg::LAST_ADDITION && threadIdx.x < 2) p.postprocess_queue[2 * index + threadIdx.x] = 0;
     float dlogit = 0.f;
     if (first < q_length) {
         const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;

@@ -13,9 +13,9 @@ from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
 
-Dq = Literal["register_atomics", "tma_reduce_add", "ordered_tma_reduce_add"]
+Dq = Literal["register_atomics", "tma_reduce_add", "ordered_register_atomics", "ordered_tma_reduce_add"]
 """How dQ is added to dq_accum; in order, it has the same bits at every run."""
-Postprocess = Literal["own_launch", "idle_warps", "last_addition"]
+Postprocess = Literal["own_launch", "idle_warps"]
 """Where dQ is computed from dq_accum."""
 PingPong = Literal["off", "until_issued", "until_complete"]
 """How long a consumer warpgroup has the tensor cores alone for the first two products of a step."""
@@ -30,10 +30,16 @@ DQ_POLICIES: dict[tuple[Dq, Postprocess], str] = {
     ("register_atomics", "own_launch"): "RegisterAtomics",
     ("register_atomics", "idle_warps"): "RegisterAtomicsInKernelDq",
     ("tma_reduce_add", "own_launch"): "TmaReduceAdd",
+    ("ordered_register_atomics", "own_launch"): "OrderedRegisterAtomics",
     ("ordered_tma_reduce_add", "own_launch"): "OrderedTmaReduceAdd",
-    ("ordered_tma_reduce_add", "last_addition"): "OrderedTmaReduceAddInKernelDq",
 }
 """The device type of each combination that works."""
+ORDERED: dict[Dq, Dq] = {
+    "register_atomics": "ordered_register_atomics",
+    "tma_reduce_add": "ordered_tma_reduce_add",
+}
+"""The same additions in an order."""
+FROM_REGISTERS: tuple[Dq, ...] = ("register_atomics", "ordered_register_atomics")
 REGISTERS = ((200, (56, 224)), (216, (40, 232)), (1 << 30, (24, 240)))
 """Registers of a producer and of a consumer thread, for up to so many accumulators and operands of a consumer."""
 LEAST_SCALE = 1e-3
@@ -94,12 +100,18 @@ class OneCtaConfig(GradientConfig):
 
     @property
     def in_order(self) -> bool:  # type: ignore[override]
-        return self.dq == "ordered_tma_reduce_add"
+        return self.dq in ORDERED.values()
 
     @property
     def peels(self) -> bool:
-        """:attr:`peeled`, where a tile's first step makes no dQ of the tile before, and dQ is added in any order."""
-        return self.peeled and self.k_stages == 1 and not (self.in_order or self.skips_hidden)
+        """:attr:`peeled`, where a tile's first step makes no dQ of the tile before; not with ordered TMA additions."""
+        pipelined = self.k_stages > 1 and not self.in_order
+        return self.peeled and not (pipelined or self.dq == "ordered_tma_reduce_add" or self.skips_hidden)
+
+    @property
+    def from_registers(self) -> bool:
+        """Whether consumers add dQ themselves."""
+        return self.dq in FROM_REGISTERS
 
     @property
     def product_statistics(self) -> bool:  # type: ignore[override]
@@ -153,10 +165,6 @@ class OneCtaConfig(GradientConfig):
         return int(self.in_kernel_zeros or self.in_kernel_dq)
 
     @property
-    def last_addition(self) -> bool:  # type: ignore[override]
-        return self.postprocess == "last_addition"
-
-    @property
     def tile(self) -> str:
         return f"{self.block_m}x{self.block_n}"
 
@@ -177,7 +185,7 @@ class OneCtaConfig(GradientConfig):
         It pays where the consumers take turns at the tensor cores, and nowhere else (notebook 0024).
         """
         one_product = self.block_m == CHUNK < self.head_dim <= MIXED_HEAD_DIM
-        return one_product and self.dq == "register_atomics" and self.ping_pong == "until_issued"
+        return one_product and self.from_registers and self.ping_pong == "until_issued"
 
     @property
     def regions(self) -> dict[str, int]:
@@ -187,7 +195,7 @@ class OneCtaConfig(GradientConfig):
     def _regions(self, staging: Staging, product_statistics: bool = False) -> dict[str, int]:
         m, n, qk, v = self.block_m, self.block_n, row_bytes(self.head_dim), row_bytes(self.head_dim_v)
         stages = self.q_stages + self.do_stages
-        slices = 0 if self.dq == "register_atomics" else self.dq_stages * CONSUMERS
+        slices = 0 if self.from_registers else self.dq_stages * CONSUMERS
         return {
             "K and V": n * (self.k_stages * qk + self.v_stages * v),
             "Q": self.q_stages * m * qk,
@@ -260,10 +268,9 @@ class OneCtaConfig(GradientConfig):
     def specialised(self, problem: AttentionProblem) -> OneCtaConfig:
         """The tile for a problem; a deterministic one adds to dQ in order, and no other one does."""
         dq, postprocess = self.dq, self.postprocess
-        if problem.deterministic and not self.in_order:
-            dq, postprocess = "ordered_tma_reduce_add", "own_launch"
-        elif self.in_order and not problem.deterministic:
-            dq, postprocess = "tma_reduce_add", "own_launch"
+        unordered = {ordered: name for name, ordered in ORDERED.items()}
+        if problem.deterministic != self.in_order:
+            dq, postprocess = (ORDERED if problem.deterministic else unordered)[self.dq], "own_launch"
         elif problem.varlen and postprocess == "idle_warps":
             postprocess = "own_launch"
         zeros = self.in_kernel_zeros and not (problem.deterministic or problem.varlen or problem.window_left >= 0)

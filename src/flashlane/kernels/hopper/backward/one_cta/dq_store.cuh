@@ -1,5 +1,6 @@
-// The dQ-store warps of the one-CTA backward, one thread each: they add the slices of dQ that the consumers leave in
-// shared memory to dq_accum, by TMA reduce-add.
+// The dQ-store warps of the one-CTA backward, one thread each. They add the slices of dQ that the consumers leave in
+// shared memory to dq_accum, by TMA reduce-add. Where consumers add from registers in order, they release what these
+// have added: a consumer would wait half a step for the fence.
 #pragma once
 #include "attention/semaphore.cuh"
 #include "hopper/backward/one_cta/storage.cuh"
@@ -21,38 +22,36 @@ struct DqStoreWarp {
             const int m_block = load_shared(dq_target(base, count));
             if (m_block == NO_MORE) break;
             const int n_block = Dq::IN_ORDER ? load_shared(dq_target(base, count) + DQ_TARGET_N_BLOCK) : 0;
-            if (m_block != NO_M_BLOCK) {
-                if (Dq::IN_ORDER) acquire(m_block, n_block);
-                bulk_add(p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + consumer * SLICE_FLOATS, from,
-                         bytes);
+            if constexpr (Dq::TMA) {
+                if (m_block != NO_M_BLOCK) {
+                    const bool first = Dq::IN_ORDER && is_first_turn(acquire(m_block, n_block));
+                    float* const sums =
+                        p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + consumer * SLICE_FLOATS;
+                    first ? bulk_store(sums, from, bytes) : bulk_add(sums, from, bytes);
+                }
+                bulk_commit();
+                bulk_wait_read();
             }
-            bulk_commit();
-            bulk_wait_read();
             mbarrier_arrive(barrier_of(SMEM(dq_empty), stage));
             if (Dq::IN_ORDER && m_block != NO_M_BLOCK) release(m_block, n_block);
         }
-        bulk_wait();
+        if (Dq::TMA) bulk_wait();
     }
 
     __device__ __forceinline__ int* semaphore(int m_block) const {
         return &p.semaphores[m_block].next_n_block[consumer];
     }
 
-    // Until what the n-blocks before this one added is there for TMA.
-    __device__ __forceinline__ void acquire(int m_block, int n_block) const {
-        semaphore_wait(semaphore(m_block), n_block);
+    // Until what the n-blocks before this one added is there for TMA. Returns the semaphore.
+    __device__ __forceinline__ int acquire(int m_block, int n_block) const {
+        const SpinLimit limit;
+        int next;
+        while (!is_turn(next = load_acquire(semaphore(m_block)), n_block)) limit.check();
         fence_proxy_async_global();
+        return next;
     }
     __device__ __forceinline__ void release(int m_block, int n_block) const {
-        bulk_wait();
+        if (Dq::TMA) bulk_wait();
         semaphore_set(semaphore(m_block), n_block + 1);
-        if (POSTPROCESS_LAST_ADDITION && n_block + 1 == p.semaphores[m_block].n_block_end) enqueue_postprocess(m_block);
-    }
-    __device__ __forceinline__ void enqueue_postprocess(int m_block) const {
-        if constexpr (POSTPROCESS_LAST_ADDITION) {
-            fence_acq_rel_gpu();                              // others' additions come before the postprocess's reads
-            const int entry = atomicAdd(p.counters + SLICES_COMPLETE, 1);
-            store_release(p.postprocess_queue + entry, SLICES * m_block + consumer + 1);
-        }
     }
 };

@@ -9,10 +9,30 @@
 // tiles than a section of heads has. Tiles wait for zeros, but nothing waits for dQ: it is written one m-block at a
 // time, between which zeroing may become due.
 #pragma once
+#include "hopper/backward/gemm.cuh"
 #include "hopper/backward/in_kernel_zeros.cuh"
-#include "hopper/backward/one_cta/postprocess_warp.cuh"
+#include "hopper/backward/one_cta/storage.cuh"
+#include "memory_order.cuh"
 
 constexpr unsigned PAUSE = 1000, LONG_PAUSE = 4000;       // ns
+
+// dQ of a slice of an m-block, by a warp; `row` is the m-block's first row, and `rows` those from there to
+// the sequence's end.
+__device__ __forceinline__ void write_dq_slice(const Params& p, long long m_block, int slice, int batch, int head,
+                                               long long row, int rows) {
+    if (MIXED_DQ && slice == 1) {
+        DqElement* const dq = static_cast<DqElement*>(p.dq) + batch * p.dq_batch + head * p.dq_head + row * p.dq_row;
+#pragma unroll 1
+        for (int first = 0; first < BLOCK_M; first += 16)
+            write_dq_block(p.dq_accum + m_block * DQ_ACCUM_FLOATS, dq, p.dq_row, rows, first, 64, p.scale);
+        return;
+    }
+    SliceRows from(warpgroup_thread() % WARP, p.dq_accum + m_block * DQ_ACCUM_FLOATS,
+                   static_cast<DqElement*>(p.dq) + batch * p.dq_batch + head * p.dq_head + row * p.dq_row, p.dq_row,
+                   rows, slice, 0);
+#pragma unroll 1
+    for (; __any_sync(0xffffffffu, from.rows > 0); from.next(p.dq_row)) from.write_dq(slice, p.scale);
+}
 
 struct InKernelDqWarp : AssignedBlocks {
     __device__ __forceinline__ explicit InKernelDqWarp(const Params& params) : AssignedBlocks{params} {}

@@ -4,8 +4,8 @@
 // dO and their row statistics stream through it, for each query head of the group and each m-block that sees the keys.
 //
 //     warpgroup 0       warp 0       producer: takes tiles, loads Q, dO, row statistics, K and V by TMA    producer.cuh
-//                       warps 1, 2   dQ-store warps: add dQ to dq_accum by TMA reduce-add                  dq_store.cuh
-//                       or idle      zero dq_accum and write dQ    in_kernel_dq.cuh, postprocess_warp.cuh
+//                       warps 1, 2   dQ-store warps: add dQ to dq_accum by TMA, or release it              dq_store.cuh
+//                       or idle      zero dq_accum and write dQ                                       in_kernel_dq.cuh
 //                       warp 3       zeroes dq_accum of later heads                                in_kernel_zeros.cuh
 //     warpgroups 1, 2                consumers: 64 of the keys each                                        mainloop.cuh
 //
@@ -75,7 +75,7 @@ __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base
     if (LANE_0 ? threadIdx.x % WARP == 0 : elect_one()) {
         if (warp == 0) {
             Producer{p, base}.run();
-        } else if (Dq::TMA && warp <= CONSUMERS) {
+        } else if (DQ_STORE_WARPS && warp <= CONSUMERS) {
             DqStoreWarp{p, base, warp - 1}.run();
         } else if (IN_KERNEL_DQ && warp == 1) {
             AdditionsWarp{p, base}.run();
@@ -88,7 +88,6 @@ __device__ __forceinline__ void run_producer_warpgroup(const Params& p, u32 base
     if constexpr (IN_KERNEL_ZEROS) {
         if (warp == 3) ZeroingWarp{p, base}.run();
     }
-    if constexpr (POSTPROCESS_LAST_ADDITION) PostprocessWarp{p}.run();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const __grid_constant__ Params p) {
@@ -97,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
         if (base % 1024 != 0) __trap();  // the swizzle counts from there
         init_barriers(base);
         tma_prefetch(p.q), tma_prefetch(p.k), tma_prefetch(p.v), tma_prefetch(p.dout);
-        if (!POSTPROCESS_LAST_ADDITION) griddepcontrol_launch_dependents();  // which wait for the end all the same
+        griddepcontrol_launch_dependents();  // which wait for the end all the same
     }
     if (STATISTICS_IN_PRODUCTS) init_selectors(base);
     __syncthreads();
@@ -114,8 +113,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_backward(const _
         } else {
             Consumer(p, base, 1).run();
         }
-        // With all warps what is left is done sooner; but where scores are transformed, that costs a register
-        // inside the loop.
-        if constexpr (POSTPROCESS_LAST_ADDITION && !Score::TRANSFORMED) PostprocessWarp{p}.run();
     }
 }

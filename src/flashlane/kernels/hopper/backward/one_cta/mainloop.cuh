@@ -1,6 +1,7 @@
 // A consumer warpgroup of the one-CTA backward: the loop over tiles, the steps of a tile, and the products of a step.
 #pragma once
 #include "attention/out_of_bounds.cuh"
+#include "hopper/backward/one_cta/dq_registers.cuh"
 #include "hopper/backward/one_cta/epilogue.cuh"
 #include "hopper/backward/one_cta/slice_count.cuh"
 #include "hopper/backward/one_cta/storage.cuh"
@@ -16,6 +17,7 @@ struct Consumer {
     u32 tiles = 0, steps_done = 0;
     SliceCount<PIPELINED_TILES, PEELED> count;
     int mask_word;                                        // of the step
+    int next_n_block;                                     // additions from registers in order: whose is next, as read
     float s[BLOCK_M / 2], dp[BLOCK_M / 2], dq[SLICE_ROWS / 2];
     float dk[HEAD_DIM / 2], dv[HEAD_DIM_V / 2];
     u32 probabilities[BLOCK_M / 4], ds[BLOCK_M / 4];
@@ -64,7 +66,7 @@ struct Consumer {
         }
         if (PIPELINED_TILES && full_tiles() > 0) last_dq(), ++steps_done;
         if (STAGING != Staging::REGISTERS) wait_for_staged();
-        if (!Dq::TMA) return;
+        if (!DQ_STORE_WARPS) return;
         const u32 stage = dq_stage(next_slice(), number);
         mbarrier_wait(barrier_of(SMEM(dq_empty), stage), next_slice() / DQ_STAGES % 2 ^ 1);
         arrive(SMEM(dq_full), stage);                     // NO_MORE, for the dQ-store warp
@@ -175,6 +177,7 @@ struct Consumer {
             gemm_qk(number);
             gemm_dp(number);
             ping_pong_arrive(PingPong::UNTIL_ISSUED);
+            read_turn();
             wgmma_wait<1>(s);
             make_probabilities();
             gemm_dv();
@@ -248,6 +251,7 @@ struct Consumer {
         if (PING_PONG != PingPong::OFF) ping_pong_arrive(PING_PONG);
         wait<DO_STAGES>(SMEM(do_full), steps_done);
         if (EARLY_V_RELEASE && last) arrive(SMEM(v_empty));
+        read_turn();
         zero_ds(dq_slices() + 1);
         arrive(SMEM(do_empty), do_stage());
         gemm_dq(SMEM_TILE(k) + (full_tiles() - of_last_tile) % K_STAGES * K_BYTES);
@@ -275,6 +279,7 @@ struct Consumer {
     // dQ of the last step, after which the tile's K is released.
     __device__ __forceinline__ void last_dq() {
         const u32 tile = full_tiles() - (PIPELINED_TILES || PEELED);
+        read_turn();
         gemm_dq(SMEM_TILE(k) + tile % K_STAGES * K_BYTES);
         wait_for_dq<0>();
         arrive(SMEM(k_empty), tile % K_STAGES);
@@ -549,30 +554,24 @@ struct Consumer {
             fence_proxy_async();
             __syncwarp();
             arrive(SMEM(dq_full), stage);
+        } else if constexpr (Dq::IN_ORDER) {
+            add_slice_in_order(p, dq_target(base, dq_slices()), number, thread, next_n_block, dq, dq_rest);
+            const u32 stage = dq_stage(dq_slices(), number);
+            mbarrier_wait(barrier_of(SMEM(dq_empty), stage), dq_slices() / DQ_STAGES % 2 ^ 1);
+            __syncwarp();
+            arrive(SMEM(dq_full), stage);
         } else {
             const int m_block = load_shared(dq_target(base, dq_slices()));
-            if (MIXED_DQ && number == 1) {
-                if (m_block >= 0) add_dq_rest(m_block, thread);
-                count.slice_stored();
-                return;
-            }
-            float* const to = p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + number * SLICE_FLOATS +
-                              thread / WARP * FRAGMENT_FLOATS + thread % WARP * 4;
-            // The last warps of a narrow head dim have no fragment; their zeros would go past the slice.
-            if (m_block >= 0 && (FRAGMENTS % 4 == 0 || thread / WARP < fragments_of(number))) {
-#pragma unroll
-                for (int i = 0; i < SLICE_ROWS / 8; ++i)
-                    global_add(to + i * 128, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-            }
+            add_slice<false>(p, m_block, number, thread, dq, dq_rest);
         }
         count.slice_stored();
     }
-    __device__ __forceinline__ void add_dq_rest(int m_block, int thread) const {
-        float* const to = p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + SLICE_FLOATS + thread * 4;
-#pragma unroll
-        for (int i = 0; i < REST_COLUMNS / 8; ++i)
-            global_add(to + i * GROUP_FLOATS, dq_rest[4 * i], dq_rest[4 * i + 1], dq_rest[4 * i + 2],
-                       dq_rest[4 * i + 3]);
+    // Additions from registers in order: for that of the next dQ, some products before it is made.
+    __device__ __forceinline__ void read_turn() {
+        if constexpr (Dq::IN_ORDER && !Dq::TMA) {
+            const int m_block = load_shared(dq_target(base, dq_slices()));
+            if (m_block >= 0) next_n_block = turn_of(p, m_block, number);
+        }
     }
     __device__ __forceinline__ void count_tile_added() const {
         if constexpr (IN_KERNEL_DQ) {

@@ -6,8 +6,7 @@
 // Where dQ is made from dq_accum.
 enum class Postprocess {
     OWN_LAUNCH,                    // postprocess.cu, after this kernel
-    IDLE_WARPS,                    // in_kernel_dq.cuh: as far as idle warps get, and postprocess.cu does the rest
-    LAST_ADDITION                  // postprocess_warp.cuh: any idle warp, after a slice's last addition
+    IDLE_WARPS                     // in_kernel_dq.cuh: as far as idle warps get, and postprocess.cu does the rest
 };
 
 // How dQ is added to dq_accum.
@@ -32,10 +31,11 @@ struct OrderedTmaReduceAdd {
     static constexpr bool TMA = true, IN_ORDER = true;
     static constexpr Postprocess POSTPROCESS = Postprocess::OWN_LAUNCH;
 };
-// The same. Only an order tells which addition is the last.
-struct OrderedTmaReduceAddInKernelDq {
-    static constexpr bool TMA = true, IN_ORDER = true;
-    static constexpr Postprocess POSTPROCESS = Postprocess::LAST_ADDITION;
+
+// From the registers in order: a consumer waits for its turn, and a dQ-store warp releases what it has added.
+struct OrderedRegisterAtomics {
+    static constexpr bool TMA = false, IN_ORDER = true;
+    static constexpr Postprocess POSTPROCESS = Postprocess::OWN_LAUNCH;
 };
 
 // How tiles are divided among CTAs.
@@ -80,7 +80,8 @@ enum class Staging {
 #include "one_cta_policies.cuh"  // using Dq, using Partition, PING_PONG, OWN_LOOPS, STAGING, SKIPS_HIDDEN, PEELED
 
 constexpr bool IN_KERNEL_DQ = Dq::POSTPROCESS == Postprocess::IDLE_WARPS;
-constexpr bool POSTPROCESS_LAST_ADDITION = Dq::POSTPROCESS == Postprocess::LAST_ADDITION;
+// Warps that take what consumers have made of dQ: to add it, or to release it when it is added.
+constexpr bool DQ_STORE_WARPS = Dq::TMA || Dq::IN_ORDER;
 constexpr bool IN_KERNEL_ZEROS = cfg::ZEROING_CTAS > 0 && !IN_KERNEL_DQ;  // of heads after the first ones
 constexpr bool SPLIT_Q = Partition::SPLIT_Q;
 static_assert(!SKIPS_HIDDEN || !cfg::QUERY_RANGES, "a step's alignment is that of its range");

@@ -49,7 +49,7 @@ constexpr bool IN_DS =
 static_assert(STAGING != Staging::DS_AND_ROOM || (K_STAGES == 1 && QK_CHUNKS == 2 && V_CHUNKS == 2 &&
                                                   2 * 3 * STAGED_CHUNK <= ROWS_CHUNK),
               "dV and a chunk of dK of two warps lie in a consumer's half of a stage of dS");
-static_assert(!PEELED || (!PIPELINED_TILES && !SKIPS_HIDDEN && !Dq::IN_ORDER));
+static_assert(!PEELED || (!PIPELINED_TILES && !SKIPS_HIDDEN && !(Dq::IN_ORDER && Dq::TMA)));
 // The first step then makes dP before S, as V comes before K.
 constexpr bool DP_FIRST = PEELED;
 // Of whole tiles; dK and dV of a split are complete later.
@@ -59,7 +59,7 @@ static_assert(STAGING != Staging::DQ_AND_DS ||
                    2 * QK_CHUNKS * STAGED_CHUNK <= ROWS_CHUNK && V_CHUNKS * STAGED_CHUNK <= FRAGMENT_BYTES),
               "dK of two warps lies in a consumer's half of a stage of dS, and dV of one in its fragment of dQ");
 static_assert(STAGING != Staging::DS_AND_DQ ||
-                  (Dq::TMA && K_STAGES == 1 && DQ_STAGES == 1 && !POSTPROCESS_LAST_ADDITION &&
+                  (Dq::TMA && K_STAGES == 1 && DQ_STAGES == 1 &&
                    2 * V_CHUNKS * STAGED_CHUNK <= ROWS_CHUNK && QK_CHUNKS * STAGED_CHUNK <= FRAGMENT_BYTES),
               "dV of two warps lies in a consumer's half of a stage of dS, and dK of one in its fragment of dQ");
 static_assert(STAGING == Staging::REGISTERS || !cfg::F32_DKDV, "a tensor map cannot store these");

@@ -47,6 +47,9 @@ OWN_LOOPS_REACH = 1000
 in 13 problems, and with fewer slower by up to 1.5 % in seven (notebook 0040)."""
 NARROW_STEP, WIDE_STEP = 20, 20
 """What a step takes besides its queries, in queries, of head dims up to 64 and above (notebook 0016)."""
+ORDERED_STEP = 12
+"""The same above head dim 96 with additions in order, of steps of 64 queries next to steps of 80: the choice among
+both loses 0.4 % in the mean of 22 problems, and 4.4 % at worst (notebook 0065)."""
 STEP_MICROSECONDS = 2.23e-4
 """Of a step of 64 queries above head dim 64, for each column of a head and each query, :data:`WIDE_STEP` more of them
 (notebook 0037)."""
@@ -91,7 +94,6 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     """The table's configuration of a problem."""
     largest = max(problem.head_dim, problem.head_dim_v)
     wide = largest > 64
-    # Additions in order are those of the dQ-store warps.
     atomics = largest <= MAX_REGISTER_ATOMICS and not problem.deterministic
     # Score modifiers take registers that a tile of fewer queries has. Under a mask, tiles of fewer queries also make
     # fewer products of pairs that do not see each other.
@@ -101,9 +103,9 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     block_m = (few, 64, 48)[extras] if wide else (128, 96, 96)[extras]
     dq: Dq = "register_atomics" if atomics else "ordered_tma_reduce_add" if problem.deterministic else "tma_reduce_add"
     tile = OneCtaConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m, dq=dq)
-    if not wide and problem.deterministic:  # there is room for dQ that waits for a semaphore
-        tile = replace(tile, dq_stages=2, postprocess="last_addition")
-    elif not wide:  # or for the next tile's keys
+    if problem.deterministic:
+        tile = replace(tile, dq_stages=1 if wide else 2) if extras else tile_in_order(problem, tile)
+    elif not wide:  # there is room for the next tile's keys
         block_m = least_work(problem, tile, NARROW_ROWS[extras], NARROW_STEP)
         # Packed sequences and windows were slower with it in all 9 problems (notebook 0021).
         causal = problem.has_right_only and not problem.varlen and not extras
@@ -113,22 +115,40 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
         tile = replace(tile, block_m=block_m, k_stages=2, v_stages=2, ping_pong=ping_pong, own_loops=own_loops)
     elif largest > MAX_REGISTER_ATOMICS and not extras:
         tile = wide_tile(problem, tile)
-    elif not (problem.deterministic or extras):
+    elif not extras:
         tile = middle_tile(problem, tile)
     return finished(problem, tile)
+
+
+def tile_in_order(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
+    """The tile of additions in order, without score modifiers (notebook 0065).
+
+    Up to head dim 64 and above 96 dQ waits in shared memory for its turn. In between it waits in registers, so that
+    there is room for the keys of two tiles; packed sequences, whose tiles are short, have a first step without dQ.
+    """
+    largest, staged = max(problem.head_dim, problem.head_dim_v), replace(tile, tma_stores=True)
+    if largest <= 64:
+        return replace(staged, own_loops=True)
+    if largest <= MAX_REGISTER_ATOMICS:
+        tile = replace(staged, block_m=64, dq="ordered_register_atomics", ping_pong="until_issued")
+        return replace(tile, peeled=True) if problem.varlen else replace(tile, k_stages=2)
+    if least_work(problem, tile, (80, 64), ORDERED_STEP) == 80:
+        return replace(tile, block_m=80, ping_pong="until_issued")
+    return replace(staged, block_m=64, ping_pong="off")
 
 
 def finished(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     """A tile with the stores of dK and dV, zeros of dq_accum, splits and features that the problem gets with it."""
     wide, masked = max(problem.head_dim, problem.head_dim_v) > 64, problem.window_left >= 0 or problem.window_right >= 0
-    if not (problem.deterministic or registers_of_score(problem)):  # not timed with TMA stores (notebook 0025)
+    # With score modifiers TMA stores were not timed (notebook 0025), and tiles of additions in order have them.
+    if not (problem.deterministic or registers_of_score(problem)):
         staged = replace(tile, tma_stores=True)
         if problem.varlen or (wide and problem.window_left >= 0 and tile.k_stages == 1):
             tile = replace(staged, peeled=tile.k_stages == 1)
         elif staged.staging in IN_DS or ((tile.k_stages > 1 or not wide) and staged.stores_by_tma):
             tile = replace(staged, peeled=staged.staging in IN_DS)
     if tile.staging in ("ds_and_dq", "dq_and_ds"):
-        section = heads_per_section(problem, -(-problem.seqlen_k // tile.block_n))
+        section = heads_per_section(problem)
         zeros = zeros_of(problem, tile.block_n, section, SMS, own_tiles=True)
         worth = zeros_are_worth_it(problem, zeros, tile.block_m, tile.block_n, 1)
         tile = replace(tile, in_kernel_zeros=worth)
@@ -148,8 +168,6 @@ def registers_of_score(problem: AttentionProblem) -> int:
 
 def wide_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     """The tile of head dims above 96 without score modifiers."""
-    if problem.deterministic:
-        return replace(tile, ping_pong="until_complete")
     if not problem.varlen and few_steps(problem):
         few = tile_of_few_steps(problem, tile)
         # Without idle warps, windows had tiles as fast or faster in five problems of five (notebook 0040).
@@ -207,6 +225,11 @@ def microseconds_of(problem: AttentionProblem, queries: float) -> float:
     return STEP_MICROSECONDS * mean_columns(problem) * queries * problem.kv_heads * problem.batch / SMS
 
 
+def step_of(problem: AttentionProblem, block_m: int) -> float:
+    """Microseconds of a step of so many queries."""
+    return STEP_MICROSECONDS * mean_columns(problem) * (block_m + WIDE_STEP)
+
+
 def step_microseconds(problem: AttentionProblem, block_m: int, block_n: int) -> float:
     """Microseconds of all steps of a launch, with what each takes besides its queries."""
     return microseconds_of(problem, sum(steps_of(problem, block_m, block_n)) * (block_m + WIDE_STEP))
@@ -214,7 +237,7 @@ def step_microseconds(problem: AttentionProblem, block_m: int, block_n: int) -> 
 
 def in_kernel_part(problem: AttentionProblem, tile: OneCtaConfig) -> float:
     """The part of a launch's tiles whose zeros idle warps write."""
-    section = heads_per_section(problem, -(-problem.seqlen_k // tile.block_n))
+    section = heads_per_section(problem)
     return in_kernel_dq_of(problem, tile.block_n, section, SMS).zeroed_part
 
 
@@ -275,7 +298,7 @@ def idle_warps_where_worth_it(problem: AttentionProblem, tile: OneCtaConfig) -> 
         few = seen < least * m_blocks or seen * in_kernel_part(problem, tile) < least_of_part * m_blocks
     if few or 2 * len(seen_n_blocks(problem, tile.block_n, tile.block_m)) < n_blocks:
         return replace(tile, dq="register_atomics")
-    if worth_it(problem, tile.block_n, heads_per_section(problem, n_blocks), SMS):
+    if worth_it(problem, tile.block_n, heads_per_section(problem), SMS):
         return replace(tile, dq="register_atomics", postprocess="idle_warps")
     return tile
 

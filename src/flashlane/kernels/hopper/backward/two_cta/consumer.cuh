@@ -97,16 +97,24 @@ struct Consumer {
     __device__ __forceinline__ void add_dq() {
         arrive_both(SMEM(ds_empty), ds_read().index);
         if constexpr (cfg::IN_ORDER) {
-            for (const SpinLimit limit; next_n_block != keys_record(base, tiles).first / cfg::BLOCK_N; limit.check())
-                read_turn();
+            const int n_block = keys_record(base, tiles).first / cfg::BLOCK_N;
+            for (const SpinLimit limit; !is_turn(next_n_block, n_block); limit.check()) read_turn();
         }
         const int first = KQuarters::column(rank, NUMBER) / 8;
         float* const sums = p.dq_accum + static_cast<long long>(row_block_before) * DQ_ACCUM_FLOATS +
                             first * GROUP_FLOATS + warp * 128 + lane * 4;
+        if (cfg::IN_ORDER && is_first_turn(next_n_block)) {
+            store_or_add_groups<true>(sums);
+        } else {
+            store_or_add_groups<false>(sums);
+        }
+    }
+    template <bool FIRST>
+    __device__ __forceinline__ void store_or_add_groups(float* sums) const {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 8; ++i)
             if (i < COLUMNS / 8 - PAST_GROUPS || rank == 0)
-                global_add(sums + i * GROUP_FLOATS, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+                store_or_add<FIRST>(sums + i * GROUP_FLOATS, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
     // IN_ORDER: reads whose addition is next, under the products before the next dQ. Additions follow this load only if
     // its value allows them, and are made where it was read, in the L2 cache. So it needs no fence, which would take a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import CHUNK
+from flashlane.kernels.hopper.backward.design_cost import CLUSTER, mean_columns
 from flashlane.kernels.hopper.backward.head_swizzle import (
     by_model,
     fastest_section,
@@ -47,7 +48,8 @@ def schedule(
     if not section and problem.has_right_only and by_model(problem):
         section = fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms // CTAS)
     if not section and config.in_order:
-        section = ordered_section(problem, config.block_m, config.block_n, sms // CTAS)
+        step = CLUSTER.column * mean_columns(problem)
+        section = ordered_section(problem, config.block_m, config.block_n, sms // CTAS, step)
     section = section or two_cta_heads_per_section(problem)
     sizes = {"blocks": n_blocks, "first_block": n_block_range.start, "tiles": tiles, "heads_per_section": section}
     sizes |= split.sizes(tiles, problem.varlen)
