@@ -58,7 +58,7 @@ def other_runs(result: Result) -> str:
     last = result["environment"].get("commit")
     commits = [row["commit"] for row in result.get("rows") or () if row.get("commit", last) != last]
     counts = (f"{commits.count(commit)} at commit {commit}" for commit in dict.fromkeys(commits))
-    return f"Rows of earlier runs: {', '.join(counts)}.\n" if commits else ""
+    return f"Rows of other runs: {', '.join(counts)}.\n" if commits else ""
 
 
 def by_problem(result: Result) -> dict[str, list[Row]]:

@@ -213,7 +213,7 @@ def test_hopper_results_become_tables(script, tmp_path):
     assert lines_of(grid) == [["D64 full", "400 / – / 500 / – **0.80**", "500 / – / 400 / – **1.25**"]]
     assert "earlier" not in grid
     older = write(tmp_path, "older", {**result, "rows": [*HOPPER_ROWS[1:], {**HOPPER_ROWS[0], "commit": "dead"}]})
-    assert "Rows of earlier runs: 1 at commit dead." in tables.bench_tables(older, "targets")
+    assert "Rows of other runs: 1 at commit dead." in tables.bench_tables(older, "targets")
     assert "2 ratios 1.000, the least 0.800" in grid
     assert lines_of(tables.bench_tables(path, "grid-both")) == [["D64 full", "450 / – / 400 / – **1.12**"]]
     assert lines_of(tables.bench_tables(path, "rows")) == [
