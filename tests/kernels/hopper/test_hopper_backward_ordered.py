@@ -24,14 +24,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from timed_problems import problem_titled
 
+from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
+from flashlane.kernels.hopper.backward import ordered_tiles
 from flashlane.kernels.hopper.backward.config import GradientConfig
 from flashlane.kernels.hopper.backward.design_cost import CLUSTER, mean_columns
+from flashlane.kernels.hopper.backward.head_swizzle import COMPARED, steps_of
 from flashlane.kernels.hopper.backward.one_cta.tiles import step_of
-from flashlane.kernels.hopper.backward.ordered_tiles import LAG, memory_factor, ordered_makespan, ordered_section
+from flashlane.kernels.hopper.backward.ordered_tiles import (
+    EACH_HEAD,
+    LAG,
+    SIMULATED,
+    memory_factor,
+    ordered_makespan,
+    ordered_section,
+)
 from flashlane.kernels.hopper.backward.select import DESIGNS, config_of, design_of
 from flashlane.kernels.hopper.backward.two_cta.config import CTAS, TwoCtaConfig
+from flashlane.kernels.makespan import section_sizes, sections_of
 
 TIMED = Path(__file__).parents[3] / "benchmarks" / "archive" / "backward_in_order.json"
 CONSUMER = {"q": 1, "do": 0}
@@ -226,6 +237,36 @@ def test_a_section_has_some_heads(head_dim: int, changes: dict[str, Any]) -> Non
     assert 1 <= launch.sizes["heads_per_section"] <= max(1, problem.kv_heads * (1 if problem.varlen else problem.batch))
     if problem.batch:
         assert launch.sizes["heads_per_section"] == section_of(problem, config)
+
+
+@pytest.mark.parametrize("changes", [{}, {"window_right": 0}, {"window_left": 900, "window_right": 0}], ids=str)
+@pytest.mark.parametrize("size", [(1, 8, 9000), (7, 12, 700), (16, 40, 300), (3, 1, 5000)])
+def test_no_section_is_predicted_to_be_faster(changes: dict[str, Any], size: tuple[int, int, int]) -> None:
+    """Sections that cannot be the fastest are not simulated."""
+    batch, heads, length = size
+    problem = problem_of(batch=batch, heads=heads, kv_heads=heads, seqlen_q=length, seqlen_k=length, **changes)
+    steps, all_heads = steps_of(problem, 64, 128), batch * heads
+
+    def time(section: int) -> float:
+        simulated = min(all_heads, -(-SIMULATED // (section * len(steps))) * section)
+        makespan = ordered_makespan(steps, sections_of(simulated, section), 66)
+        return makespan / simulated * memory_factor(problem, section, 64, 66, 2.5) * (1 + EACH_HEAD * section)
+
+    chosen = ordered_section(problem, 64, 128, 66, 2.5)
+    assert time(chosen) == min(map(time, section_sizes(all_heads, 1, COMPARED)))
+
+
+def test_packed_batches_of_nearly_one_length_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [problem_of(varlen=True, seqlen_q=n, seqlen_k=n, window_right=0) for n in range(3970, 4030, 10)]
+    configs = [config_of(problem) for problem in problems]
+    simulated = []
+    monkeypatch.setattr(ordered_tiles, "ordered_makespan", lambda *given: simulated.append(given) or 1.0)
+    registry.changed()
+    section_of(problems[0], configs[0])
+    once = len(simulated)
+    sections = {section_of(problem, config) for problem, config in zip(problems, configs, strict=True)}
+    registry.changed()  # forgets what was not simulated here
+    assert len(sections) == 1 and len(simulated) == once > 0
 
 
 def section_of(problem: AttentionProblem, config: GradientConfig) -> int:

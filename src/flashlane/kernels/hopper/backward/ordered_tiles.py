@@ -10,9 +10,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from flashlane.core.registry import memoised
 from flashlane.kernels.hopper.backward.head_swizzle import BETWEEN_TILES, COMPARED, bytes_of_head, steps_of
+from flashlane.kernels.hopper.backward.split_q import coarse
 from flashlane.kernels.makespan import section_sizes, sections_of
 
 if TYPE_CHECKING:
@@ -42,18 +45,30 @@ def ordered_section(problem: AttentionProblem, block_m: int, block_n: int, worke
         workers: CTAs, or clusters, that take tiles.
         step: microseconds of one.
     """
+    if problem.varlen:  # batches of other lengths, which are many, seldom need another simulation
+        problem = replace(problem, seqlen_q=coarse(problem.seqlen_q), seqlen_k=coarse(problem.seqlen_k))
+    return _ordered_section(problem, block_m, block_n, workers, step)
+
+
+@memoised
+def _ordered_section(problem: AttentionProblem, block_m: int, block_n: int, workers: int, step: float) -> int:
     heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
     steps = steps_of(problem, block_m, block_n)
     if not heads or not steps:
         return 1
 
-    def time(section: int) -> float:
-        enough = -(-SIMULATED // (section * len(steps))) * section
-        simulated = min(heads, enough)
-        of_a_head = ordered_makespan(steps, sections_of(simulated, section), workers) / simulated
-        return of_a_head * memory_factor(problem, section, block_m, workers, step) * (1 + EACH_HEAD * section)
+    def slower(section: int) -> float:
+        return memory_factor(problem, section, block_m, workers, step) * (1 + EACH_HEAD * section)
 
-    return min(section_sizes(heads, 1, COMPARED), key=time)
+    even = (sum(steps) + BETWEEN_TILES * len(steps)) / workers
+    best, found = math.inf, heads
+    for factor, section in sorted((slower(section), section) for section in section_sizes(heads, 1, COMPARED)):
+        if even * factor < best:
+            simulated = min(heads, -(-SIMULATED // (section * len(steps))) * section)
+            makespan = ordered_makespan(steps, sections_of(simulated, section), workers)
+            if makespan / simulated * factor < best:
+                best, found = makespan / simulated * factor, section
+    return found
 
 
 def ordered_makespan(steps: Sequence[int], sections: Sequence[int], workers: int) -> float:
@@ -64,18 +79,18 @@ def ordered_makespan(steps: Sequence[int], sections: Sequence[int], workers: int
         sections: heads of each section, whose tiles of one n-block follow each other.
         workers: that run at once.
     """
-    ends, last = [0.0] * workers, 0.0
+    ends = [0.0] * workers
     for heads in sections:
-        begun = [-math.inf] * heads
+        earliest = [0.0] * heads
         for count in steps:
+            cost = count + BETWEEN_TILES
             for head in range(heads):
                 begins = ends[0]
                 if count:
-                    begun[head] = begins = max(begins, begun[head] + LAG)
-                end = begins + count + BETWEEN_TILES
-                heapq.heapreplace(ends, end)
-                last = max(last, end)
-    return last
+                    begins = max(begins, earliest[head])
+                    earliest[head] = begins + LAG
+                heapq.heapreplace(ends, begins + cost)
+    return max(ends)
 
 
 def memory_factor(problem: AttentionProblem, section: int, block_m: int, workers: int, step: float) -> float:
