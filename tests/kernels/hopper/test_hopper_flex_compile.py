@@ -112,6 +112,21 @@ def test_backward_compiles_without_spills(head_dim: int, score: str, ordered: bo
     assert config.shared_memory <= jit.shared_limit(ARCH)
 
 
+def test_additions_in_order_have_more_heads_a_section_by_lists() -> None:
+    """Tiles wait for those of their head; without lists heads are chosen as without a program."""
+
+    def heads(ordered: bool, block: tuple[int, int] | None, **changes: int) -> int:
+        of = replace(problem(128, ordered), **changes)
+        return run_backward.config_of(of, program_of("none", block is not None), block).heads_per_section
+
+    few, many = {"batch": 1, "heads": 2, "kv_heads": 2}, {"batch": 4, "heads": 8, "kv_heads": 8}
+    for length, fitting in ((4096, 8), (16384, 2), (1 << 20, 1)):
+        sizes = {**many, "seqlen_q": length, "seqlen_k": length}
+        assert (heads(False, (128, 128), **sizes), heads(True, (128, 128), **sizes)) == (fitting, 2 * fitting)
+        assert (heads(False, None, **sizes), heads(True, None, **sizes)) == (fitting, 0)
+    assert heads(True, (128, 128), **few) == 2
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_hidden_keys_of_a_consumer_have_a_shorter_step_and_spill_nothing(head_dim: int) -> None:
     """Lists by hand of 64 keys; with 128 keys both consumers see a block, and of a function's mask few are unlike."""
