@@ -1,6 +1,6 @@
-"""Clusters that add to dQ in the order of the n-blocks, on a GPU: they end, and dQ has the same bits in any launch.
+"""Additions to dQ in the order of the n-blocks, on a GPU: launches end, and dQ has the same bits in each of them.
 
-Tiles of one step, tiles without steps and more tiles than clusters are on the way.
+Tiles of one step, tiles without steps and more tiles than CTAs or clusters are on the way.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from hopper_gradients import BF16, F16, HERE, equal, forwarded, needs_hopper, repeats, run
 
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM
 from flashlane.kernels.hopper.backward.kernel import config_of
 
 RUNS = 6
@@ -21,7 +22,7 @@ RUNS = 6
 
 @dataclass(frozen=True)
 class Case:
-    """A deterministic backward of clusters."""
+    """A deterministic backward."""
 
     name: str
     head_dim: int
@@ -61,6 +62,12 @@ def cases() -> Iterator[Case]:
     yield Case("packed", 256, unlike * 3, (12, 4))
     yield Case("packed, causal", 192, unlike * 3, (12, 12), {"causal": True})
     yield Case("packed, tiles without steps", 200, unlike * 3, (12, 12), {"window_size": (90, 0)})
+    yield Case("one CTA, a step for each head of a group", 64, ((50, 2000),) * 3, (24, 3))
+    yield Case("one CTA, last tiles of one step", 128, ((777, 777),) * 4, (40, 40), {"causal": True}, F16)
+    yield Case("one CTA, from registers", 96, ((60, 3000),) * 4, (40, 40))
+    yield Case("one CTA, from registers, causal", 80, ((1300, 1777),) * 4, (32, 4), {"causal": True}, F16)
+    yield Case("one CTA, from registers, packed", 88, unlike * 3, (12, 12), {"causal": True})
+    yield Case("one CTA, packed, tiles without steps", 104, unlike * 3, (12, 4), {"window_size": (90, 0)})
 
 
 @pytest.mark.gpu
@@ -70,7 +77,7 @@ def test_dq_has_one_value(case: Case) -> None:
     problem, inputs = case.build()
     what = forwarded(problem, inputs)
     config = config_of(problem)
-    assert config.design == "two_cta" and config.in_order
+    assert config.design == ("one_cta" if case.head_dim <= ONE_CTA_HEAD_DIM else "two_cta") and config.in_order
     first = run(problem, inputs, what, config)
     heads = problem.kv_heads * problem.batch
     for section in (*(0,) * RUNS, 1, 7, heads):
