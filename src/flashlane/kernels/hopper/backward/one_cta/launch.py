@@ -10,8 +10,6 @@ from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_of
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES, in_kernel_dq_of
-from flashlane.kernels.hopper.backward.one_cta.tiles import step_of
-from flashlane.kernels.hopper.backward.ordered_tiles import ordered_section
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, order_of, split_of
 
@@ -60,5 +58,8 @@ def _section(
         steps = steps_of(problem, config.block_m, config.block_n, ranges)
         return fastest_section(problem, steps[n_blocks.start : n_blocks.stop], sms)
     if config.in_order:
+        from flashlane.kernels.hopper.backward.one_cta.tiles import step_of
+        from flashlane.kernels.hopper.backward.ordered_tiles import ordered_section
+
         return ordered_section(problem, config.block_m, config.block_n, sms, step_of(problem, config.block_m))
     return heads_per_section(problem)

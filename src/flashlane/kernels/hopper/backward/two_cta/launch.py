@@ -14,7 +14,6 @@ from flashlane.kernels.hopper.backward.head_swizzle import (
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_of
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import OWN_LAUNCHES
-from flashlane.kernels.hopper.backward.ordered_tiles import ordered_section
 from flashlane.kernels.hopper.backward.seen_keys import tiles_of
 from flashlane.kernels.hopper.backward.split_q import WHOLE_TILES, order_of, split_of
 from flashlane.kernels.hopper.backward.two_cta.config import CTAS, TwoCtaConfig, refusal
@@ -48,6 +47,8 @@ def schedule(
     if not section and problem.has_right_only and by_model(problem):
         section = fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms // CTAS)
     if not section and config.in_order:
+        from flashlane.kernels.hopper.backward.ordered_tiles import ordered_section
+
         step = CLUSTER.column * mean_columns(problem)
         section = ordered_section(problem, config.block_m, config.block_n, sms // CTAS, step)
     section = section or two_cta_heads_per_section(problem)
