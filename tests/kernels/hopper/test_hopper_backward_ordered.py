@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import random
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
@@ -283,16 +283,18 @@ def timed() -> Iterator[dict[str, Any]]:
 
 
 def test_the_chosen_sections_are_near_the_fastest_of_those_timed() -> None:
+    """With the tile that they were timed with; a section that is chosen and was not timed says nothing."""
     lost = []
     for row in timed():
         by_heads = {int(heads): cost for heads, cost in row.get("by_heads_of_section", {}).items()}
         config = config_of(row["problem"])
-        if len(by_heads) < 2 or not row["config"][row["base"]].startswith(config.design):
+        if len(by_heads) < 2 or row["base"] not in ("det", "off") or config.design == "split_dkdv_dq":
             continue
-        chosen = section_of(row["problem"], config)
-        near = min(by_heads, key=lambda heads, chosen=chosen: abs(math.log(heads / chosen)))
-        lost.append(by_heads[near] / min(by_heads.values()))
-    assert len(lost) > 150 and statistics.geometric_mean(lost) < 1.012, lost
+        block_m = int(re.search(r"(\d+)x128", row["config"][row["base"]])[1])
+        chosen = section_of(row["problem"], replace(config, block_m=block_m))
+        if chosen in by_heads:
+            lost.append(by_heads[chosen] / min(by_heads.values()))
+    assert len(lost) > 150 and statistics.geometric_mean(lost) < 1.006 and max(lost) < 1.04, lost
 
 
 def test_the_chosen_tiles_are_near_the_fastest_of_those_timed() -> None:

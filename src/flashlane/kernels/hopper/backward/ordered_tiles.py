@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
 
 LAG = 2.5
-"""Steps from a tile's addition to an m-block to the next tile's. With this and the three constants below, the choice
-among the sections that were timed took 1.004 times the least time in the mean of 159 timings of 91 problems, 1.08 times
-at worst (docs/notebook/0065-the-first-addition-stores.md)."""
+"""Steps from a tile's addition to an m-block to the next tile's. With this and the three constants below, the chosen
+section took 1.005 times the least time of those that were timed with it, in the mean of 156 timings of 86 problems, and
+1.04 times at worst (docs/notebook/0065-the-first-addition-stores.md)."""
 KEPT_MIB = 15
 """Q, dO and dQ of a section's heads that stay in the L2 cache."""
 MEMORY_BYTES_OF_A_MICROSECOND = 1e6
