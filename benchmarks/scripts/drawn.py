@@ -187,14 +187,16 @@ def checked(item: Implementation, work: Work, oracle: SampledOracle) -> str:
     Memory that it is given holds NaN.
     """
     results: list[tuple[torch.Tensor, ...]] = []
+    again = work.problem.deterministic
     try:
         with warnings.catch_warnings(record=True) as heard, item.context():
             warnings.simplefilter("always")
-            for _ in range(2 if work.problem.deterministic else 1):
+            for _ in range(1 + again):
                 stale = [torch.full_like(t, math.nan) for t in (work.out, work.inputs.q, work.inputs.k, work.inputs.v)]
                 del stale
                 result = item.call()
-                results.append(tuple(t.clone() for t in (result if isinstance(result, tuple) else (result,))))
+                tensors = result if isinstance(result, tuple) else (result,)
+                results.append(tuple(t.clone() for t in tensors) if again else tensors)
                 synchronize(work.out.device)
     except Exception as error:  # a peer may raise anything
         stop_if_broken(work.out.device, item.tag, work.problem, error)

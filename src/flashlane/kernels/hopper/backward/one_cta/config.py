@@ -105,8 +105,8 @@ class OneCtaConfig(GradientConfig):
     @property
     def peels(self) -> bool:
         """:attr:`peeled`, where a tile's first step makes no dQ of the tile before; not with ordered TMA additions."""
-        pipelined = self.k_stages > 1 and not self.in_order
-        return self.peeled and not (pipelined or self.dq == "ordered_tma_reduce_add" or self.skips_hidden)
+        other = self.k_stages > 1 or self.dq == "ordered_tma_reduce_add" or self.skips_hidden
+        return self.peeled and not other
 
     @property
     def from_registers(self) -> bool:
