@@ -129,7 +129,6 @@ class PreprocessParams(ctypes.Structure):
         *_integers("heads", "row_blocks", "split_arrivals"),
         ("seqlen", SeqlenParams),
         ("score", ScoreParams),
-        *_strides("dq"),
         *_integers("window_left", "window_right", *_TILE_ORDER, "zeroed_before"),
         *_integers("total_q", "total_k"),
         *((name, ctypes.c_longlong) for name in ("dlse_batch", "dlse_head")),
@@ -493,7 +492,7 @@ class PreparedBackward:
             params.first_key = seen.start * self.config.block_n
             params.end_key = min(problem.seqlen_k, seen.stop * self.config.block_n)
         _set_window(params, problem)
-        for name, tensor in (("out", tensors.out), ("dout", tensors.do), ("dq", tensors.dq)):
+        for name, tensor in (("out", tensors.out), ("dout", tensors.do)):
             _set_strides(params, name, tensor, problem)
         for name, tensor in (("lse", tensors.lse), ("dlse", tensors.dlse)):
             if tensor is not None:

@@ -37,7 +37,6 @@ struct PlainParams {
     int split_arrivals;            // further counters
     SeqlenParams seqlen;           // keys are read with IN_ORDER only
     ScoreParams score;
-    long long dq_batch, dq_row, dq_head;
     int window_left, window_right; // IN_ORDER: what the kernel of the gradients knows of the mask
     int kv_heads, n_blocks, heads_per_section, zeroed_before;  // ZEROING_CTAS, but kv_heads
     int total_q, total_k;          // VARLEN: rows of dq, and of dk and dv
@@ -122,8 +121,7 @@ __device__ __forceinline__ bool init_in_kernel_dq(const Params& p, int batch, in
 
 // Initialises the semaphores of the CTA's m-block, and zeroes its dq_accum. In an order the first n-block stores, so
 // that only m-blocks to which none adds have zeros; with lists all have, which may leave an m-block without any.
-__device__ __forceinline__ void init_dq(const Params& p, const QuerySeqlen& seqlen, const RowBlock& at, int head,
-                                        long long row_block) {
+__device__ __forceinline__ void init_dq(const Params& p, const RowBlock& at, int head, long long row_block) {
     if constexpr (cfg::IN_ORDER) {
         const TileMask mask = tile_mask(p, seqlen_of(p, at.sequence, at.range));
         const BlockRange n_blocks = n_block_range_of<BLOCK_M>(mask, at.m_block, cfg::BLOCK_N);
@@ -175,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) hopper_backward_preproc
             }
             // Its stores run while the first loads are under way.
             if constexpr (cfg::DQ_ACCUM_FLOATS > 0)
-                if (first_row == group) init_dq(p, seqlen, at, head, row_block);
+                if (first_row == group) init_dq(p, at, head, row_block);
 #pragma unroll
             for (int i = 0; i < ROWS_AT_ONCE; ++i) {
                 const int row = first_row + i * ROWS, query = first + row;

@@ -1,7 +1,6 @@
 // A consumer's slice of dQ, from its registers to dq_accum.
 #pragma once
 #include "hopper/backward/one_cta/storage.cuh"
-#include "memory_order.cuh"
 
 // MIXED_DQ: that of consumer 1, which is not transposed.
 template <bool FIRST>
@@ -33,12 +32,6 @@ __device__ __forceinline__ void add_slice(const Params& p, int m_block, int cons
     }
 }
 
-// In order: whose addition to a consumer's slice of an m-block is next. Additions follow this load only if its value
-// allows them, and are made where it was read, in the L2 cache. So it needs no fence.
-__device__ __forceinline__ int turn_of(const Params& p, int m_block, int consumer) {
-    return load_relaxed(p.semaphores[m_block].next_n_block + consumer);
-}
-
 // Adds the slice of a DqTarget in shared memory when it is its turn. `turn`: as it was last read.
 __device__ __forceinline__ void add_slice_in_order(const Params& p, u32 target, int consumer, int thread, int turn,
                                                    const float (&dq)[SLICE_ROWS / 2],
@@ -46,7 +39,8 @@ __device__ __forceinline__ void add_slice_in_order(const Params& p, u32 target, 
     const int m_block = load_shared(target);
     if (m_block < 0) return;
     const int n_block = load_shared(target + DQ_TARGET_N_BLOCK);
-    for (const SpinLimit limit; !is_turn(turn, n_block); limit.check()) turn = turn_of(p, m_block, consumer);
+    for (const SpinLimit limit; !is_turn(turn, n_block); limit.check())
+        turn = next_turn(p.semaphores, m_block, consumer);
     if (is_first_turn(turn)) {
         add_slice<true>(p, m_block, consumer, thread, dq, dq_rest);
     } else {

@@ -27,7 +27,11 @@ struct DqStoreWarp {
                     const bool first = Dq::IN_ORDER && is_first_turn(acquire(m_block, n_block));
                     float* const sums =
                         p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + consumer * SLICE_FLOATS;
-                    first ? bulk_store(sums, from, bytes) : bulk_add(sums, from, bytes);
+                    if (first) {
+                        bulk_store(sums, from, bytes);
+                    } else {
+                        bulk_add(sums, from, bytes);
+                    }
                 }
                 bulk_commit();
                 bulk_wait_read();

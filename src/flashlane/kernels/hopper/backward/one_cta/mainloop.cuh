@@ -570,7 +570,7 @@ struct Consumer {
     __device__ __forceinline__ void read_turn() {
         if constexpr (Dq::IN_ORDER && !Dq::TMA) {
             const int m_block = load_shared(dq_target(base, dq_slices()));
-            if (m_block >= 0) next_n_block = turn_of(p, m_block, number);
+            if (m_block >= 0) next_n_block = next_turn(p.semaphores, m_block, number);
         }
     }
     __device__ __forceinline__ void count_tile_added() const {

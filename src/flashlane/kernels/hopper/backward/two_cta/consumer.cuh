@@ -116,12 +116,10 @@ struct Consumer {
             if (i < COLUMNS / 8 - PAST_GROUPS || rank == 0)
                 store_or_add<FIRST>(sums + i * GROUP_FLOATS, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
-    // IN_ORDER: reads whose addition is next, under the products before the next dQ. Additions follow this load only if
-    // its value allows them, and are made where it was read, in the L2 cache. So it needs no fence, which would take a
-    // third of a step.
+    // IN_ORDER: reads whose addition is next, under the products before the next dQ.
     __device__ __forceinline__ void read_turn() {
         if constexpr (cfg::IN_ORDER)
-            next_n_block = load_relaxed(p.semaphores[row_block_before].next_n_block + dq_semaphore(rank, NUMBER));
+            next_n_block = next_turn(p.semaphores, row_block_before, dq_semaphore(rank, NUMBER));
     }
 
     // ---- the ends of a tile
