@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from problems import gradients
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -139,6 +141,37 @@ def test_opcheck(varlen: bool, modified: bool) -> None:
     plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in operands]
     args = (out, lse, torch.randn_like(out), torch.randn_like(lse), modified, *plain)
     torch.library.opcheck(torch.ops.flashlane.backward.default, args)
+
+
+@pytest.mark.parametrize("bias_grad", [False, True])
+@pytest.mark.parametrize("given", [(), ("bias",), ("sinks",), ("bias", "sinks")])
+def test_the_backward_operator_gives_the_gradients_that_there_are(given: tuple[str, ...], bias_grad: bool) -> None:
+    made = {"bias": torch.randn(4, 1, 13, dtype=torch.float64), "sinks": torch.randn(4, dtype=torch.float64)}
+    inputs = leaves(**{name: made[name] for name in given})
+    asked = CallOptions(causal=True, softcap=2.0)
+    out, lse = reference_attention(AttentionProblem.from_inputs(inputs, asked), inputs)
+    do = torch.randn_like(out)
+    names = ["q", "k", "v", *(name for name in given if bias_grad or name != "bias")]
+    expected = torch.autograd.grad(out, [getattr(inputs, name) for name in names], do)
+    operands = [t.detach() if isinstance(t, torch.Tensor) else t for t in schema.operands(inputs, asked, True, "tiled")]
+    got = torch.ops.flashlane.backward(out.detach(), lse.detach(), do, None, bias_grad, *operands)
+    torch.testing.assert_close(tuple(got), expected)
+
+
+def test_a_compiled_graph_passes_no_trailing_defaults() -> None:
+    seen: dict[str, int] = {}
+
+    def record(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.update({str(node.target): len(node.args) for node in graph.graph.nodes if "flashlane" in str(node.target)})
+        return make_boxed_func(graph.forward)
+
+    inputs = leaves(dtype=torch.float32)
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    call = torch.compile(flashlane.flash_attn_func, backend=backend)
+    call(inputs.q, inputs.k, inputs.v, causal=True).sum().backward()
+    forward = schema.POSITION["needs_grad"] + 1
+    extras = len(schema.BACKWARD_EXTRAS)
+    assert seen == {"flashlane.forward.default": forward, "flashlane.backward.default": extras + forward}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

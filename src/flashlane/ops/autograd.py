@@ -28,7 +28,6 @@ from flashlane.ops import call_cache, execute, schema, torch_rules
 from flashlane.ops.call_cache import OutAndLse, Results
 from flashlane.ops.watched import is_observed, is_watched
 
-_BIAS = DIFFERENTIABLE.index("bias")
 _modes_active = torch._C._len_torch_dispatch_stack
 
 
@@ -53,7 +52,7 @@ class Attention(torch.autograd.function._SingleLevelFunction):
         *tensors, out, lse = ctx.saved_tensors
         problem, kernel, lengths = ctx.call
         inputs = Inputs(*tensors, *lengths)
-        bias_grad = ctx.needs_input_grad[3 + _BIAS]
+        bias_grad = ctx.needs_input_grad[3 + schema.BIAS]
         return (None, None, None, *_gradients(problem, inputs, kernel, out, lse, do, dlse, bias_grad))
 
 
@@ -100,7 +99,7 @@ class _Repeated(torch.autograd.function._SingleLevelFunction):
             if found is not None:
                 missing = len(DIFFERENTIABLE) - len(found) if entry.modified else 0
                 return None, None, None, *found, *(None,) * missing
-        bias_grad = entry.modified and ctx.needs_input_grad[3 + _BIAS]
+        bias_grad = entry.modified and ctx.needs_input_grad[3 + schema.BIAS]
         grads = _gradients(entry.problem, inputs or Inputs(q, k, v), entry.kernel, out, lse, do, dlse, bias_grad)
         return None, None, None, *(grads if entry.modified else grads[:3])
 
@@ -144,7 +143,7 @@ def _gradients(
     do = torch.zeros_like(out) if do is None else do
     if torch.is_grad_enabled() or is_watched(inputs):
         operands = schema.operands(inputs, problem.options, problem.needs_grad, kernel.tag)
-        return _present(inputs, bias_grad, torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands))
+        return _named(inputs, bias_grad, torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands))
     return execute.backward(problem, inputs, kernel, out, lse, do, dlse, bias_grad)
 
 
@@ -198,12 +197,12 @@ class _Watched(torch.autograd.function._SingleLevelFunction):
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
         do = torch.zeros_like(out) if do is None else do
-        bias_grad = ctx.needs_input_grad[1 + schema.DIFFERENTIABLE_AT[_BIAS]]
+        bias_grad = ctx.needs_input_grad[1 + schema.DIFFERENTIABLE_AT[schema.BIAS]]
         lengths, options, needs_grad, tag = ctx.call
         inputs = Inputs(*tensors, *lengths)
         operands = schema.operands(inputs, options, needs_grad, tag)
         grads = torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands)
-        return (None, *schema.at_their_places(_present(inputs, bias_grad, grads)))
+        return (None, *schema.at_their_places(_named(inputs, bias_grad, grads)))
 
 
 def _watched(keyset: Any, args: tuple[Any, ...]) -> Results:
@@ -211,11 +210,10 @@ def _watched(keyset: Any, args: tuple[Any, ...]) -> Results:
         return _Watched.apply(keyset, *args)
 
 
-def _present(inputs: Inputs, bias_grad: bool, grads: tuple[torch.Tensor, ...]) -> Gradients:
-    """The gradients from the backward operator's results, in which an empty tensor stands for no gradient."""
-    present = [t is not None for t in schema.differentiable_of(inputs)]
-    present[_BIAS] = bias_grad
-    return Gradients(*(grad if there else None for grad, there in zip(grads, present, strict=True)))
+def _named(inputs: Inputs, bias_grad: bool, grads: list[torch.Tensor]) -> Gradients:
+    """The gradients from the backward operator's results, which has those alone that there are."""
+    there, results = schema.have_gradients(schema.differentiable_of(inputs), bias_grad), iter(grads)
+    return Gradients(*(next(results) if has_gradient else None for has_gradient in there))
 
 
 _PLAIN: dict[int, bool] = {}
@@ -265,24 +263,42 @@ class _Once(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> tuple[torch.Tensor, ...]:
         with torch_rules.as_outside():
-            return _backward_below_autograd(keyset, args)
+            return tuple(_redispatch_backward(keyset, args))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> None:
         raise NotImplementedError("flashlane::backward has no derivative: attention can be differentiated once")
 
 
-def _backward_below_autograd(keyset: Any, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+def _redispatch_backward(keyset: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.flashlane.backward.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-def backward_kernel(keyset: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+def backward_kernel(keyset: Any, *args: Any) -> list[torch.Tensor]:
     """The autograd kernel of ``flashlane::backward``."""
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
     if forward_ad._current_level >= 0:
         torch_rules.refuse_tangents(tensors)
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-        return _backward_below_autograd(keyset, args)
-    with enable_single_level_autograd_function():
-        return _Once.apply(keyset, *args)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        with enable_single_level_autograd_function():
+            return list(_Once.apply(keyset, *args))
+    if _plain(keyset) and not _modes_active():
+        return backward_below_autograd(*args)
+    return _redispatch_backward(keyset, args)
+
+
+def backward_below_autograd(
+    out: torch.Tensor, lse: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None, bias_grad: bool, *args: Any
+) -> list[torch.Tensor]:
+    """``flashlane::backward`` computed: the gradients that there are, in the order of :class:`Gradients`."""
+    key, inputs, entry = execute.find_cached(*args[:3], args[3:])
+    if entry is None:
+        problem, inputs, kernel = execute.rebuild(schema.with_defaults(args))
+        call_cache.remember(key, problem, inputs, kernel)
+        grads = execute.backward(problem, inputs, kernel, out, lse, do, dlse, bias_grad)
+    else:
+        inputs = inputs or Inputs(*args[:3])
+        grads = repeated_gradients(entry, inputs, out, lse, do) if dlse is None else None
+        grads = grads or execute.backward(entry.problem, inputs, entry.kernel, out, lse, do, dlse, bias_grad)
+    return [grad for grad in grads if grad is not None]

@@ -70,7 +70,7 @@ def forward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
 
 def backward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
     """FLOPs of a backward call, 2·(3D + 2Dv) for each visible pair of each head: its five matrix products."""
-    rest = args[BACKWARD_EXTRAS:]
+    rest = schema.with_defaults(args[BACKWARD_EXTRAS:])
     q, _, v = rest[:3]
     return 2 * _pairs(rest) * q.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 

@@ -41,6 +41,7 @@ DEFAULTS = tuple(_ALL_DEFAULTS[name] for name in NAMES[3:])
 BACKWARD_EXTRAS = ("Tensor out", "Tensor lse", "Tensor do", "Tensor? dlse", "bool bias_grad")
 """The arguments of ``flashlane::backward`` before those of ``flashlane::forward``."""
 DIFFERENTIABLE_AT = tuple(POSITION[name] for name in DIFFERENTIABLE)
+BIAS = DIFFERENTIABLE.index("bias")
 NAMED_AT, NEEDS_GRAD_AT = POSITION["tag"], POSITION["needs_grad"]
 _WINDOW_AT = POSITION["window_size"]
 _OTHERS_AT = POSITION[next(iter(_NO_TENSOR))]
@@ -63,13 +64,11 @@ def declaration() -> str:
     return ", ".join(map(argument, NAMES))
 
 
-def required() -> str:
-    """The same without defaults, which ``flashlane::backward`` has not."""
-    return ", ".join(f"{TYPES[_HINTS[name]]} {name}" for name in NAMES)
-
-
 def with_defaults(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All arguments of ``flashlane::forward``: the dispatcher leaves off the last ones that have their defaults."""
+    """All arguments of ``flashlane::forward``: the dispatcher leaves off the last ones that have their defaults.
+
+    Those of ``flashlane::backward`` follow its own in the same way.
+    """
     return args + DEFAULTS[len(args) - 3 :]
 
 
@@ -94,6 +93,11 @@ def operands(inputs: Inputs, options: CallOptions, needs_grad: bool, kernel: str
     values["window_size"] = window.tolist() if isinstance(window, torch.Tensor) else list(window)
     values["needs_grad"], values["tag"] = needs_grad, kernel
     return tuple(values[name] for name in NAMES)
+
+
+def have_gradients(differentiable: tuple[torch.Tensor | None, ...], bias_grad: bool) -> list[bool]:
+    """Which of the differentiable arguments a backward gives a gradient: those that there are, a bias where asked."""
+    return [t is not None and (bias_grad or index != BIAS) for index, t in enumerate(differentiable)]
 
 
 def at_their_places(gradients: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -110,7 +110,9 @@ def _vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple
 
 def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     operator, size = torch.ops.flashlane.backward, info.batch_size
-    extras, rest = args[:BACKWARD_EXTRAS], args[BACKWARD_EXTRAS:]
+    extras, rest = args[:BACKWARD_EXTRAS], schema.with_defaults(args[BACKWARD_EXTRAS:])
+    args = (*extras, *rest)
+    in_dims = (*in_dims, *(None,) * (len(args) - len(in_dims)))
     named = dict(zip(schema.NAMES, rest, strict=True))
     dims = dict(zip(schema.NAMES, in_dims[BACKWARD_EXTRAS:], strict=True))
     # The gradients of the other arguments are sums over the batch, which must not run over the axis of vmap.
@@ -120,9 +122,8 @@ def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tupl
     *tensors, bias_grad = extras
     outer = [_fold(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
     folded = [_fold_input(name, t, dims[name], size, named["q"], dims["q"]) for name, t in named.items()]
-    dq, dk, dv, *others = operator(*outer, bias_grad, *folded)
-    unfolded = (t.unflatten(0, (size, -1)) for t in (dq, dk, dv))
-    return (*unfolded, *others), (0, 0, 0, *(None for _ in others))
+    gradients = operator(*outer, bias_grad, *folded)
+    return [t.unflatten(0, (size, -1)) for t in gradients], [0] * len(gradients)
 
 
 def _folds(named: dict[str, Any], dims: dict[str, int | None]) -> bool:
