@@ -18,5 +18,6 @@ __device__ __forceinline__ void store_release(int* to, int x) {
 }
 // Makes a relaxed load before it an acquire.
 __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// Orders TMA's accesses to device memory for other threads before its accesses for this thread.
+// Orders what this thread wrote to or acquired from device memory (generic proxy) before its TMA accesses that follow
+// (async proxy).
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

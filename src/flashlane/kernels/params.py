@@ -1,4 +1,4 @@
-"""The argument that every forward kernel takes by value: mirror of ``cuda/params.cuh``."""
+"""The argument that the mma, decode and fa1 kernels take by value: mirror of ``cuda/params.cuh``."""
 
 from __future__ import annotations
 

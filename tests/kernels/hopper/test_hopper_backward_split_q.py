@@ -303,7 +303,7 @@ def test_the_kernel_of_split_tiles_has_their_partition() -> None:
     for splits in (False, True):
         (source,) = replace(config, split_q=splits).gradient_sources()
         texts[splits] = dict(source.headers)["one_cta_policies.cuh"]
-    assert "using Partition = SplitQ<Dq>;" in texts[True] and "using Partition = WholeTiles<Dq>;" in texts[False]
+    assert "using Partition = SplitQ;" in texts[True] and "using Partition = WholeTiles;" in texts[False]
 
 
 CHECKS = """

@@ -69,7 +69,10 @@ struct Arrivals {
   private:
     __device__ __forceinline__ void spin(const ArrivalParams& p) {
         const long long start = nanoseconds();
-        while (load_acquire_system(flag) - p.value < 0) {
+        const auto before = [&](int value) {  // in unsigned arithmetic, as signed overflow is undefined
+            return static_cast<int>(static_cast<u32>(value) - static_cast<u32>(p.value)) < 0;
+        };
+        while (before(load_acquire_system(flag))) {
             if (nanoseconds() - start > p.limit) {
                 *static_cast<volatile int*>(p.lost) = static_cast<int>(flag - p.flags) + 1;
                 __threadfence_system();

@@ -14,7 +14,7 @@ constexpr int UNIT = 64;
 
 struct MaskBits {
     const int* slots;              // (batch, head, query unit, key unit): a slot, or a UnitSlot; null: a program's mask
-    const uint2* words;            // (slot, row): a row's columns; rows are queries (forward, dq.cu) or keys
+    const uint2* words;            // (slot, row): a row's columns; rows are queries (forward) or keys (backward)
     int batch, head;               // from one batch row or head to the next, in units: 0 where all have the same
     int columns;                   // key units
 

@@ -17,17 +17,17 @@ struct alignas(32) DqSemaphore {
     int next_n_block[cfg::DQ_SEMAPHORES];
 };
 
-// Whether it is an n-block's turn to add. The first one stores its dQ in place of adding it, so that nobody writes
+// Whether an n-block may add. The first one stores its dQ in place of adding it, so that nobody writes
 // zeros before.
-__device__ __forceinline__ bool is_turn(int next_n_block, int n_block) {
+__device__ __forceinline__ bool may_add(int next_n_block, int n_block) {
     return next_n_block == n_block || next_n_block == ~n_block;
 }
-__device__ __forceinline__ bool is_first_turn(int next_n_block) { return next_n_block < 0; }
+__device__ __forceinline__ bool is_first_addition(int next_n_block) { return next_n_block < 0; }
 
 // Whose addition to a part of an m-block is next, for consumers that add from registers. Additions follow this load
-// only if its value allows them, and are made where it was read, in the L2 cache. So it needs no fence, which would take
-// a third of a step.
-__device__ __forceinline__ int next_turn(const DqSemaphore* semaphores, long long row_block, int part) {
+// only if its value allows them, and are made where it was read, in the L2 cache. So it needs no fence, which would
+// take a third of a step.
+__device__ __forceinline__ int next_to_add(const DqSemaphore* semaphores, long long row_block, int part) {
     return load_relaxed(semaphores[row_block].next_n_block + part);
 }
 

@@ -43,7 +43,7 @@ struct PlainParams {
     int write_until;               // in-kernel dQ: when this many tiles are taken, no warp starts to write dQ any more
     float scale;
     int first_block;               // HAS_LEFT, dense tensors: n-blocks before the first one that is a tile
-    BlockLists lists;              // BLOCK_LISTS: the m-blocks of each n-block (of dq.cu: the n-blocks of each m-block)
+    BlockLists lists;              // BLOCK_LISTS: the m-blocks of each n-block
     ProgramParams program;
 };
 struct Params : PlainParams, Optional<cfg::QUERY_RANGES, QueryRanges> {};

@@ -35,10 +35,10 @@ struct PlainParams {
     long long lse_batch, lse_head;
     int heads, row_blocks;
     int split_arrivals;            // further counters
-    SeqlenParams seqlen;           // keys are read with IN_ORDER only
+    SeqlenParams seqlen;           // keys are read with IN_ORDER, VARLEN and UNSEEN_KEYS
     ScoreParams score;
     int window_left, window_right; // IN_ORDER: what the kernel of the gradients knows of the mask
-    int kv_heads, n_blocks, heads_per_section, zeroed_before;  // ZEROING_CTAS, but kv_heads
+    int kv_heads, n_blocks, heads_per_section, zeroed_before;  // ZEROING_CTAS; kv_heads always
     int total_q, total_k;          // VARLEN: rows of dq, and of dk and dv
     long long dlse_batch, dlse_head;
     int first_key, end_key;        // UNSEEN_KEYS: the keys that tiles have
@@ -120,7 +120,8 @@ __device__ __forceinline__ bool init_in_kernel_dq(const Params& p, int batch, in
 }
 
 // Initialises the semaphores of the CTA's m-block, and zeroes its dq_accum. In an order the first n-block stores, so
-// that only m-blocks to which none adds have zeros; with lists all have, which may leave an m-block without any.
+// that only m-blocks to which none adds need zeros. With block lists all have them, as a list may leave an m-block
+// without an addition.
 __device__ __forceinline__ void init_dq(const Params& p, const RowBlock& at, int head, long long row_block) {
     if constexpr (cfg::IN_ORDER) {
         const TileMask mask = tile_mask(p, seqlen_of(p, at.sequence, at.range));

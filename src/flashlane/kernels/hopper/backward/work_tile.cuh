@@ -14,7 +14,7 @@ struct TileCoordinates {
     __device__ __forceinline__ int listed() const { return split_or_listed; }
 };
 
-// The tile at an index of the launch's order, for dense tensors.
+// The tile at an index of the launch's order, where the grid is that of dense tensors or of the longest sequence.
 __device__ __forceinline__ TileCoordinates dense_tile(const Params& p, int index) {
     const SwizzledTile tile = swizzled_tile<false>(index, p.kv_heads * p.seqlen.batch, p.blocks, p.heads_per_section);
     const int batch = tile.head / p.kv_heads;

@@ -32,7 +32,7 @@ struct ConsumerRows {
         if constexpr (ROWS_IN_LOOP) return tile.row + row(half);
         else return row_of_warp(add_here(tile.row, first()), half);
     }
-    // The query head of the second.
+    // The query head of the thread's row `half`.
     __device__ __forceinline__ int head(const WorkTile& tile, int half) const {
         return query_head(tile, row(tile, half));
     }

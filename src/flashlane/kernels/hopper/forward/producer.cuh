@@ -163,7 +163,7 @@ struct Producer {
     template <typename Storage = SharedStorage>
     __device__ __forceinline__ void publish_listed(ListedBlock listed) const {
         if constexpr (cfg::BLOCK_LISTS)
-            if (lane == 0) store_shared(listed_block<Storage>(base, kv.index), static_cast<u32>(listed.word));
+            if (issues()) store_shared(listed_block<Storage>(base, kv.index), static_cast<u32>(listed.word));
     }
     // Waits until all consumers have released the stage. Those of the peer CTA release it to their own producer, which
     // arrives here for them: a consumer's arrival then needs no fence for the cluster, and the memory model orders its

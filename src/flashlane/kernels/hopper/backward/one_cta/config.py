@@ -228,7 +228,7 @@ class OneCtaConfig(GradientConfig):
         constants = {**stages, "BLOCK_N": self.block_n, "SHARED_BYTES": self.shared_memory}
         policies = (
             f"using Dq = {DQ_POLICIES[self.dq, self.postprocess]};\n"
-            f"using Partition = {'SplitQ' if self.split_q else 'WholeTiles'}<Dq>;\n"
+            f"using Partition = {'SplitQ' if self.split_q else 'WholeTiles'};\n"
             f"constexpr PingPong PING_PONG = PingPong::{self.ping_pong.upper()};\n"
             f"constexpr bool OWN_LOOPS = {int(self.own_loops or self.mixed_dq)};\n"
             f"constexpr Staging STAGING = Staging::{self.staging.upper()};\n"

@@ -32,16 +32,17 @@ __device__ __forceinline__ void add_slice(const Params& p, int m_block, int cons
     }
 }
 
-// Adds the slice of a DqTarget in shared memory when it is its turn. `turn`: as it was last read.
-__device__ __forceinline__ void add_slice_in_order(const Params& p, u32 target, int consumer, int thread, int turn,
-                                                   const float (&dq)[SLICE_ROWS / 2],
+// Adds the slice of a DqTarget in shared memory when the semaphore allows it. `next_n_block`: the semaphore as it was
+// last read.
+__device__ __forceinline__ void add_slice_in_order(const Params& p, u32 target, int consumer, int thread,
+                                                   int next_n_block, const float (&dq)[SLICE_ROWS / 2],
                                                    const float (&dq_rest)[REST_COLUMNS / 2]) {
     const int m_block = load_shared(target);
     if (m_block < 0) return;
     const int n_block = load_shared(target + DQ_TARGET_N_BLOCK);
-    for (const SpinLimit limit; !is_turn(turn, n_block); limit.check())
-        turn = next_turn(p.semaphores, m_block, consumer);
-    if (is_first_turn(turn)) {
+    for (const SpinLimit limit; !may_add(next_n_block, n_block); limit.check())
+        next_n_block = next_to_add(p.semaphores, m_block, consumer);
+    if (is_first_addition(next_n_block)) {
         add_slice<true>(p, m_block, consumer, thread, dq, dq_rest);
     } else {
         add_slice<false>(p, m_block, consumer, thread, dq, dq_rest);

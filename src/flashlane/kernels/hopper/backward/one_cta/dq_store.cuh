@@ -24,7 +24,7 @@ struct DqStoreWarp {
             const int n_block = Dq::IN_ORDER ? load_shared(dq_target(base, count) + DQ_TARGET_N_BLOCK) : 0;
             if constexpr (Dq::TMA) {
                 if (m_block != NO_M_BLOCK) {
-                    const bool first = Dq::IN_ORDER && is_first_turn(acquire(m_block, n_block));
+                    const bool first = Dq::IN_ORDER && is_first_addition(acquire(m_block, n_block));
                     float* const sums =
                         p.dq_accum + static_cast<long long>(m_block) * DQ_ACCUM_FLOATS + consumer * SLICE_FLOATS;
                     if (first) {
@@ -50,7 +50,7 @@ struct DqStoreWarp {
     __device__ __forceinline__ int acquire(int m_block, int n_block) const {
         const SpinLimit limit;
         int next;
-        while (!is_turn(next = load_acquire(semaphore(m_block)), n_block)) limit.check();
+        while (!may_add(next = load_acquire(semaphore(m_block)), n_block)) limit.check();
         fence_proxy_async_global();
         return next;
     }

@@ -53,7 +53,10 @@ struct InKernelDqWarp : AssignedBlocks {
             } else if (written < 0 && uniform(taken >= items)) {
                 return;
             }
-            if (written < 0 && to_write < p.tiles && uniform(taken < p.write_until && complete(to_write))) written = 0;
+            if (written < 0 && to_write < p.tiles && uniform(taken < p.write_until && complete(to_write))) {
+                __syncwarp();                             // what the first lane has acquired holds for all lanes
+                written = 0;
+            }
             if (written < 0) {
                 __nanosleep(LONG_PAUSE);
             } else if (write_dq(to_write, written++)) {

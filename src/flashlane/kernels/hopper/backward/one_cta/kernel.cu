@@ -5,8 +5,9 @@
 //
 //     warpgroup 0       warp 0       producer: takes tiles, loads Q, dO, row statistics, K and V by TMA    producer.cuh
 //                       warps 1, 2   dQ-store warps: add dQ to dq_accum by TMA, or release it              dq_store.cuh
-//                       or idle      zero dq_accum and write dQ                                       in_kernel_dq.cuh
-//                       warp 3       zeroes dq_accum of later heads                                in_kernel_zeros.cuh
+//                       or warp 1    counts the additions to a head                                   in_kernel_dq.cuh
+//                       warps 2, 3   zero dq_accum and write dQ                                       in_kernel_dq.cuh
+//                       or warp 3    zeroes dq_accum of later heads                                   in_kernel_dq.cuh
 //     warpgroups 1, 2                consumers: 64 of the keys each                                        mainloop.cuh
 //
 // A consumer holds the scores transposed, so that P and dS are in registers what the next products take as

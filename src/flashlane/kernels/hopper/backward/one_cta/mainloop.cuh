@@ -177,7 +177,7 @@ struct Consumer {
             gemm_qk(number);
             gemm_dp(number);
             ping_pong_arrive(PingPong::UNTIL_ISSUED);
-            read_turn();
+            read_semaphore();
             wgmma_wait<1>(s);
             make_probabilities();
             gemm_dv();
@@ -251,7 +251,7 @@ struct Consumer {
         if (PING_PONG != PingPong::OFF) ping_pong_arrive(PING_PONG);
         wait<DO_STAGES>(SMEM(do_full), steps_done);
         if (EARLY_V_RELEASE && last) arrive(SMEM(v_empty));
-        read_turn();
+        read_semaphore();
         zero_ds(dq_slices() + 1);
         arrive(SMEM(do_empty), do_stage());
         gemm_dq(SMEM_TILE(k) + (full_tiles() - of_last_tile) % K_STAGES * K_BYTES);
@@ -279,7 +279,7 @@ struct Consumer {
     // dQ of the last step, after which the tile's K is released.
     __device__ __forceinline__ void last_dq() {
         const u32 tile = full_tiles() - (PIPELINED_TILES || PEELED);
-        read_turn();
+        read_semaphore();
         gemm_dq(SMEM_TILE(k) + tile % K_STAGES * K_BYTES);
         wait_for_dq<0>();
         arrive(SMEM(k_empty), tile % K_STAGES);
@@ -567,10 +567,10 @@ struct Consumer {
         count.slice_stored();
     }
     // Additions from registers in order: for that of the next dQ, some products before it is made.
-    __device__ __forceinline__ void read_turn() {
+    __device__ __forceinline__ void read_semaphore() {
         if constexpr (Dq::IN_ORDER && !Dq::TMA) {
             const int m_block = load_shared(dq_target(base, dq_slices()));
-            if (m_block >= 0) next_n_block = next_turn(p.semaphores, m_block, number);
+            if (m_block >= 0) next_n_block = next_to_add(p.semaphores, m_block, number);
         }
     }
     __device__ __forceinline__ void count_tile_added() const {

@@ -32,24 +32,20 @@ struct OrderedTmaReduceAdd {
     static constexpr Postprocess POSTPROCESS = Postprocess::OWN_LAUNCH;
 };
 
-// From the registers in order: a consumer waits for its turn, and a dQ-store warp releases what it has added.
+// From the registers in order: a consumer acquires the semaphore, and a dQ-store warp releases what it has added.
 struct OrderedRegisterAtomics {
     static constexpr bool TMA = false, IN_ORDER = true;
     static constexpr Postprocess POSTPROCESS = Postprocess::OWN_LAUNCH;
 };
 
 // How tiles are divided among CTAs.
-template <typename Dq>
 struct WholeTiles {
     static constexpr bool SPLIT_Q = false;
 };
-// Some tiles are split along their queries, so that all SMs are done at about the same time. All but the last part
+// Some tiles are split along their queries, so that all SMs are done at about the same time. All but the last split
 // of a tile leave their dK and dV in device memory, where the last one adds them to its own, in their order. Additions
 // to dQ that have an order are of whole tiles, as a semaphore counts n-blocks.
-template <typename Dq, bool UNORDERED = !Dq::IN_ORDER>
-struct SplitQ;
-template <typename Dq>
-struct SplitQ<Dq, true> {
+struct SplitQ {
     static constexpr bool SPLIT_Q = true;
 };
 
@@ -84,5 +80,6 @@ constexpr bool IN_KERNEL_DQ = Dq::POSTPROCESS == Postprocess::IDLE_WARPS;
 constexpr bool DQ_STORE_WARPS = Dq::TMA || Dq::IN_ORDER;
 constexpr bool IN_KERNEL_ZEROS = cfg::ZEROING_CTAS > 0 && !IN_KERNEL_DQ;  // of heads after the first ones
 constexpr bool SPLIT_Q = Partition::SPLIT_Q;
+static_assert(!(SPLIT_Q && Dq::IN_ORDER));
 static_assert(!SKIPS_HIDDEN || !cfg::QUERY_RANGES, "a step's alignment is that of its range");
 static_assert(!cfg::VARLEN || cfg::ZEROING_CTAS == 0, "tiles of packed sequences are counted on the GPU");

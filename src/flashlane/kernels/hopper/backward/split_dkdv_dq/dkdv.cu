@@ -58,9 +58,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     } else {
         setmaxnreg_inc<cfg::CONSUMER_REGISTERS>();
         if (warpgroup == 1) {
-            DvConsumer(p, base, tile, 0).run();
+            DvConsumer(p, base, tile).run();
         } else {
-            DkConsumer(p, base, tile, 1).run();
+            DkConsumer(p, base, tile).run();
         }
     }
     // The loads of the peer CTA into this one may still be under way.

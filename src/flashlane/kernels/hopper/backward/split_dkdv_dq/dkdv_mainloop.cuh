@@ -8,15 +8,14 @@ struct Consumer {
     const Params& p;
     const u32 base;
     const WorkTile& tile;
-    const int number, warp, lane;
+    const int lane;
     PipelineState<Q_STAGES> q;
     PipelineState<DO_STAGES> dout;
     PipelineState<P_STAGES> p_stage;
     Step step;
 
-    __device__ __forceinline__ Consumer(const Params& params, u32 address, const WorkTile& of, int warpgroup)
-        : p(params), base(address), tile(of), number(warpgroup), warp(threadIdx.x % WARPGROUP / WARP),
-          lane(threadIdx.x % WARP), step(of) {}
+    __device__ __forceinline__ Consumer(const Params& params, u32 address, const WorkTile& of)
+        : p(params), base(address), tile(of), lane(threadIdx.x % WARP), step(of) {}
 
     __device__ __forceinline__ void arrive(u32 barriers, int stage) const {
         mbarrier_arrive_warp(barrier_of(barriers, stage), lane);

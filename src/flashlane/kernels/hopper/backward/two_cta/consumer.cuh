@@ -98,16 +98,18 @@ struct Consumer {
         arrive_both(SMEM(ds_empty), ds_read().index);
         if constexpr (cfg::IN_ORDER) {
             const int n_block = keys_record(base, tiles).first / cfg::BLOCK_N;
-            for (const SpinLimit limit; !is_turn(next_n_block, n_block); limit.check()) read_turn();
+            for (const SpinLimit limit; !may_add(next_n_block, n_block); limit.check()) read_semaphore();
         }
         const int first = KQuarters::column(rank, NUMBER) / 8;
         float* const sums = p.dq_accum + static_cast<long long>(row_block_before) * DQ_ACCUM_FLOATS +
                             first * GROUP_FLOATS + warp * 128 + lane * 4;
-        if (cfg::IN_ORDER && is_first_turn(next_n_block)) {
+        if (cfg::IN_ORDER && is_first_addition(next_n_block)) {
             store_or_add_groups<true>(sums);
         } else {
             store_or_add_groups<false>(sums);
         }
+        // One lane's next arrival lets the producer release what all lanes have added.
+        if constexpr (cfg::IN_ORDER) __syncwarp();
     }
     template <bool FIRST>
     __device__ __forceinline__ void store_or_add_groups(float* sums) const {
@@ -117,9 +119,9 @@ struct Consumer {
                 store_or_add<FIRST>(sums + i * GROUP_FLOATS, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
     }
     // IN_ORDER: reads whose addition is next, under the products before the next dQ.
-    __device__ __forceinline__ void read_turn() {
+    __device__ __forceinline__ void read_semaphore() {
         if constexpr (cfg::IN_ORDER)
-            next_n_block = next_turn(p.semaphores, row_block_before, dq_semaphore(rank, NUMBER));
+            next_n_block = next_to_add(p.semaphores, row_block_before, dq_semaphore(rank, NUMBER));
     }
 
     // ---- the ends of a tile
@@ -135,7 +137,7 @@ struct Consumer {
     }
     // Computes dQ of the last step, and releases K.
     __device__ __forceinline__ void end_steps() {
-        read_turn();
+        read_semaphore();
         gemm_dq();
         wgmma_wait<0>(dq);
         arrive(SMEM(k_empty), 0);

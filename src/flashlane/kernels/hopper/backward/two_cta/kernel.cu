@@ -4,8 +4,9 @@
 // half of the rows of Q and dO into both. In a CTA the two consumer warpgroups divide the products, because the
 // accumulator of dV or dK takes half of a warpgroup's registers:
 //
-//     warpgroup 0   warp 0, 1   producers of Q and of dO, with their row statistics                       producer.cuh
-//                   warp 2      producer of K and V
+//     warpgroup 0   warp 0, 1   producers of Q and of dO, with their row statistics; with an order of
+//                               additions they release these                                            producer.cuh
+//                   warp 2      producer of K and V; with in-kernel zeros it zeroes dq_accum, too
 //                   warp 3      scheduler warp: takes tiles for the cluster
 //     warpgroup 1:  Sᵀ = K·Qᵀ, P       dV += Pᵀ·dO     dQ = dS·K, a quarter of the columns, all 128 keys  mainloop.cuh
 //     warpgroup 2:  dPᵀ = V·dOᵀ, dS    dK += dSᵀ·Q     the next quarter

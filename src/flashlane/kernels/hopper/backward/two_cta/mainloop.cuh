@@ -45,7 +45,7 @@ struct DvConsumer : Consumer<0> {
         wait_q();
         const StepRecord step = record_at<StepRecord>(SMEM(q_step) + STEP_RECORD_BYTES * (steps_done % Q_RECORDS));
         k.gemm(s, SMEM(k) + rank * KEYS_CHUNK, CTAS * KEYS_CHUNK, q, rank);                 // gemm_qk
-        if constexpr (!FIRST) read_turn();
+        if constexpr (!FIRST) read_semaphore();
         wgmma_wait<0>(s);
         make_probabilities(s, probabilities, step);       // its arrival lets the other consumer release Q and LSE
         wait_do();
@@ -153,7 +153,7 @@ struct DkConsumer : Consumer<1> {
         wait_do();
         const StepRecord step = record_at<StepRecord>(SMEM(do_step) + STEP_RECORD_BYTES * (steps_done % DO_RECORDS));
         v.gemm(dp, SMEM(v), KEYS_CHUNK, dout, rank);                                        // gemm_dp
-        if constexpr (!FIRST) read_turn();
+        if constexpr (!FIRST) read_semaphore();
         load_probabilities(ds);
         wgmma_wait<0>(dp);
         make_ds(dp, ds);
