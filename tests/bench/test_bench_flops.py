@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashlane.bench.measure.flops import flops, sequences_of, tflops
 from flashlane.bench.measure.grid import make_problem
@@ -18,6 +19,22 @@ def test_baseline_logs():
 
 def test_gemm_is_four_bhnmd():
     assert flops(make_problem(2, 3, 100, 64, seqlen_k=70)) == 4 * 2 * 3 * 100 * 70 * 64
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (24, 16), (192, 128)])
+def test_products_of_each_direction_are_those_of_the_formula_in_torch(head_dim, head_dim_v):
+    q, k = (torch.randn(2 * 3, n, head_dim, requires_grad=True) for n in (20, 30))
+    v = torch.randn(2 * 3, 30, head_dim_v, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        out = torch.softmax(q @ k.mT, -1) @ v
+        forward = counter.get_total_flops()
+        out.sum().backward()
+    backward = counter.get_total_flops() - forward
+    problem = make_problem(2, 3, 20, head_dim, seqlen_k=30, head_dim_v=head_dim_v)
+    scores = 2 * 2 * 3 * 20 * 30 * head_dim  # which a fused backward makes again
+    assert flops(problem) == forward
+    assert flops(problem, direction="backward") == backward + scores
+    assert flops(problem, direction="both") == forward + backward + scores
 
 
 @pytest.mark.parametrize("alignment", ["bottom-right", "top-left"])

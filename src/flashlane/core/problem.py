@@ -38,6 +38,7 @@ from flashlane.core.validate import (
     rows_aligned,
     window_sides,
 )
+from flashlane.core.work import visible_pairs
 
 __all__ = [
     "ALIGNMENTS", "DTYPES", "DTYPE_NAMES", "FEATURES", "MAX_HEAD_DIM", "MAX_SPLITS", "VECTOR_BYTES",
@@ -331,16 +332,7 @@ class AttentionProblem:
 
     def visible_pairs(self) -> int:
         """Visible (query, key) pairs of one head of one sequence, counted exactly."""
-        if self.window_left < 0 and self.window_right < 0:
-            return self.seqlen_q * self.seqlen_k
-        rows = torch.arange(self.seqlen_q, dtype=torch.int64, device="cpu") + self.shift
-        low = torch.zeros_like(rows) if self.window_left < 0 else (rows - self.window_left).clamp(min=0)
-        high = (
-            torch.full_like(rows, self.seqlen_k)
-            if self.window_right < 0
-            else (rows + self.window_right + 1).clamp(max=self.seqlen_k)
-        )
-        return int((high - low).clamp(min=0).sum())
+        return visible_pairs(self.seqlen_q, self.seqlen_k, self.window_left, self.window_right, self.shift)
 
     def on(self, arch: str | None) -> AttentionProblem:
         """The same problem on another architecture (or, with None, on the CPU)."""

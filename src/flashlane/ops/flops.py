@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashlane.core.work import product_flops, visible_pairs
 from flashlane.ops import schema
 from flashlane.ops.torch_rules import BACKWARD_EXTRAS
 
@@ -65,14 +66,14 @@ def forward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
     """
     args = schema.with_defaults(args)
     q, _, v = args[:3]
-    return 2 * _pairs(args) * q.shape[-2] * (q.shape[-1] + v.shape[-1])
+    return product_flops(_pairs(args) * q.shape[-2], q.shape[-1], v.shape[-1])
 
 
 def backward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
     """FLOPs of a backward call, 2·(3D + 2Dv) for each visible pair of each head: its five matrix products."""
     rest = schema.with_defaults(args[BACKWARD_EXTRAS:])
     q, _, v = rest[:3]
-    return 2 * _pairs(rest) * q.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
+    return product_flops(_pairs(rest) * q.shape[-2], q.shape[-1], v.shape[-1], "backward")
 
 
 def _pairs(args: Sequence[Any]) -> int:
@@ -110,14 +111,3 @@ def _values(t: torch.Tensor) -> list[int] | None:
     if type(t) is not torch.Tensor or t.is_meta:
         return None
     return t.tolist()
-
-
-def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, shift: int) -> int:
-    """Visible (query, key) pairs of one sequence, as :meth:`AttentionProblem.visible_pairs`, without torch: a FLOP
-    counter may run under fake tensors."""
-    if left < 0 and right < 0:
-        return seqlen_q * seqlen_k
-    rows = np.arange(seqlen_q, dtype=np.int64) + shift
-    low = np.zeros_like(rows) if left < 0 else np.maximum(rows - left, 0)
-    high = np.full_like(rows, seqlen_k) if right < 0 else np.minimum(rows + right + 1, seqlen_k)
-    return int(np.maximum(high - low, 0).sum())

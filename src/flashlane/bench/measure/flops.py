@@ -7,15 +7,15 @@ from functools import lru_cache
 from typing import Literal
 
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.work import DIRECTIONS, Direction, product_flops
 from flashlane.kernels.features import CACHE, PAGED, VARLEN
 from flashlane.reference.masks import sequence_batches
 
 Convention = Literal["gemm", "all"]
 CONVENTIONS: tuple[Convention, ...] = ("gemm", "all")
-Direction = Literal["forward", "backward", "both"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 WORK: dict[Direction, float] = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-"""The work of each direction, relative to the forward: the backward has five matrix products, the forward two."""
+"""The work of each direction where D and Dv are equal, relative to the forward: the backward has five matrix products,
+the forward two."""
 
 
 def sequences_of(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionProblem, ...]:
@@ -34,31 +34,27 @@ def sequences_of(problem: AttentionProblem, inputs: Inputs) -> tuple[AttentionPr
 def flops(problem: AttentionProblem, convention: Convention = "gemm", direction: Direction = "forward") -> int:
     """Floating-point operations of one pass of a dense problem; only visible (query, key) pairs count.
 
-    ``gemm`` counts the two matrix products: 2·B·H·pairs·(D + Dv), which is 4·B·H·N·M·D without a mask. ``all`` counts
-    every operation, as the baseline logs do: B·H·(QKᵀ pairs·(2D−1) + scale pairs + softmax Σ(2(m−1) + 3m) + PV
-    Dv·Σ(2m−1)), where m is the number of keys that a row sees: 2.532172 ms at B1 H8 N8192 D64 is 55.34 TFLOP/s. In both
-    conventions a backward counts 2.5 times as much, and forward and backward 3.5 times.
+    ``gemm`` counts the matrix products: 2·B·H·pairs·(D + Dv) forward, which is 4·B·H·N·M·D without a mask, and
+    2·B·H·pairs·(3D + 2Dv) backward. ``all`` counts every operation of a forward, as the baseline logs do: B·H·(QKᵀ
+    pairs·(2D−1) + scale pairs + softmax Σ(2(m−1) + 3m) + PV Dv·Σ(2m−1)), where m is the number of keys that a row sees:
+    2.532172 ms at B1 H8 N8192 D64 is 55.34 TFLOP/s. With it a backward counts 2.5 times as much, and forward and
+    backward 3.5 times.
 
     Raises:
         ValueError: ``convention`` or ``direction`` has another value.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction is {direction!r}; it may be one of {', '.join(map(repr, DIRECTIONS))}")
-    return round(_forward(problem, convention) * WORK[direction])
-
-
-def _forward(problem: AttentionProblem, convention: Convention) -> int:
-    pairs = problem.visible_pairs()
-    planes = problem.batch * problem.heads
+    pairs, planes = problem.visible_pairs(), problem.batch * problem.heads
     if convention == "gemm":
-        return 2 * planes * pairs * (problem.head_dim + problem.head_dim_v)
+        return product_flops(planes * pairs, problem.head_dim, problem.head_dim_v, direction)
     if convention != "all":
         raise ValueError(f"convention is {convention!r}; it may be one of {', '.join(map(repr, CONVENTIONS))}")
     rows = _rows_that_see(problem)
     scores = pairs * (2 * problem.head_dim - 1)
     softmax = 2 * (pairs - rows) + 3 * pairs
     values = problem.head_dim_v * (2 * pairs - rows)
-    return planes * (scores + pairs + softmax + values)
+    return round(planes * (scores + pairs + softmax + values) * WORK[direction])
 
 
 def tflops(

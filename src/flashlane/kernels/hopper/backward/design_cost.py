@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashlane.core.problem import AttentionProblem
+from flashlane.core.work import product_flops
 from flashlane.kernels.hopper.arch import CHUNK, SMS
 from flashlane.kernels.hopper.backward.head_swizzle import steps_of
 from flashlane.kernels.tile_cost import blocks_of
@@ -65,7 +66,7 @@ def waits_for_host(problem: AttentionProblem, rows: int) -> bool:
         rows: of q, of all sequences.
     """
     pairs = sum(steps_of(problem, CHUNK, 2 * CHUNK)) * CHUNK * 2 * CHUNK * problem.kv_heads
-    flop = 5 * (problem.head_dim + problem.head_dim_v) * pairs * rows / max(1, problem.seqlen_q)
+    flop = product_flops(pairs, problem.head_dim, problem.head_dim_v, "backward") * rows / max(1, problem.seqlen_q)
     return flop <= HOST_BOUND * PRODUCTS_TFLOPS * 1e6
 
 
