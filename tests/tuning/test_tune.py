@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -21,6 +22,7 @@ from flashlane import bench, jit
 from flashlane.core import dispatch, registry, tuned
 from flashlane.core.registry import DeviceKernel, Resources
 from flashlane.inspect.compile_report import Usage
+from flashlane.kernels import device_file
 from flashlane.tuning import search as tuner
 from flashlane.tuning import stored as tune
 
@@ -244,6 +246,23 @@ def test_the_digest_follows_the_device_file_and_the_headers(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"device file is 'no\.cu'"):
         tune.digest_of("no.cu")
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_digest_of_a_triton_kernel_follows_what_it_imports(direction, monkeypatch):
+    source, read = f"kernels/triton/{direction}_kernels.py", device_file.device_code
+
+    def edited(which, file):
+        return read(file) + "\n# edited" * (file == which)
+
+    before = tune.digest_of(source)
+    for name in ("score", "sequences"):
+        with monkeypatch.context() as patch:
+            patch.setattr(device_file, "device_code", functools.partial(edited, f"kernels/triton/{name}.py"))
+            tune.digest_of.cache_clear()
+            assert tune.digest_of(source) != before, name
+    tune.digest_of.cache_clear()
+    assert tune.digest_of(source) == before
 
 
 def test_the_file_is_read_once(monkeypatch):

@@ -28,7 +28,7 @@ from flashlane.core.registry import BackwardKernel
 from flashlane.core.tuned import backward_tag, few_blocks, folder
 from flashlane.core.validate import kind_of
 from flashlane.jit import toolchain
-from flashlane.kernels.device_file import device_code
+from flashlane.kernels.device_file import device_code, imported_device_code
 
 try:
     import fcntl
@@ -177,7 +177,7 @@ def _is_current(entry: Tuned) -> bool:
 
 @functools.cache
 def digest_of(source: str) -> str:
-    """SHA-256 of a device file and of all headers that it includes.
+    """SHA-256 of a device file, all headers that it includes and the Triton files that it imports.
 
     Raises:
         ValueError: the package has no such file.
@@ -186,7 +186,8 @@ def digest_of(source: str) -> str:
         texts = [device_code(source)]
     except OSError:
         raise ValueError(f"device file is {source!r}, which the package does not have") from None
-    texts += [f"{name}\n{header}" for name, header in toolchain.device_headers(texts[0]).items()]
+    others = imported_device_code(source) if source.endswith(".py") else toolchain.device_headers(texts[0])
+    texts += [f"{name}\n{text}" for name, text in others.items()]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 

@@ -57,7 +57,6 @@ def bias_gradients(
     do_stride_head,
     do_stride_column,
     heads,
-    kv_heads,
     group,
     seqlen_q,
     stat_units,
