@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashlane import bench
+from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.flops import Direction
 from flashlane.bench.measure.progress import Bar
 from flashlane.bench.measure.results import Results
@@ -30,6 +31,41 @@ BOTH: tuple[TimingProtocol, ...] = ("flushed", "steady")
 ROUNDS = 5
 """Fewest rounds of a figure that is published."""
 HEAT_SECONDS = 1.0
+SAME = ("device", "driver", "torch", "cuda", "cudnn", "triton", "flash-attn-4")
+"""What must not change between the rows of one file."""
+Row = dict[str, Any]
+"""A measured problem."""
+
+
+def saved_rows(path: Path, form: str, key: str, device: torch.device) -> dict[str, Row]:
+    """The rows of an earlier run, by one of their fields.
+
+    Args:
+        path: the file; there are none without it.
+        form: the format that it must have.
+        key: the field that names a row.
+        device: on which the other rows are measured.
+
+    Raises:
+        ValueError: the file is another's, or was measured on another device or with other versions.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        rows = {row[key]: row for row in body["rows"]}
+        before, now = body["environment"], environment(device)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--resume: {path} is no file of this script: {error!r}") from None
+    if body.get("format") != form:
+        raise ValueError(f"--resume: {path} has format {body.get('format')!r}; it must be {form!r}")
+    for name in SAME:
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"--resume: {path} was measured with {name} {before.get(name)}, here it is {now.get(name)}; measure "
+                "into another file"
+            )
+    return rows
 
 
 def options(description: str | None, name: str, seconds: float) -> argparse.ArgumentParser:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from gpu_run import BOTH, ROUNDS, compile_ahead, device_or_exit, figures, heat, run_and_keep
+from gpu_run import BOTH, ROUNDS, Row, compile_ahead, device_or_exit, figures, heat, run_and_keep, saved_rows
 from hopper_shapes import PEER_TAGS, Shape, log_normal_lengths, make, square
 
 from flashlane import bench
@@ -45,9 +45,6 @@ OURS = "flashlane"
 ANY_ORDER = "(any-order)"
 """Ours without ``deterministic``, next to a deterministic cell: what determinism costs."""
 DIRECTIONS: tuple[Direction, ...] = ("backward", "both")
-SAME = ("device", "driver", "torch", "cuda", "cudnn", "triton", "flash-attn-4")
-"""What must not change between the cells of one file."""
-Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -247,31 +244,6 @@ def summary(targets: Sequence[dict[str, object]]) -> Iterator[str]:
         yield f"{target['target']:<58} {target['cells']:3d} cells  {value} of {target['required']:g}  {verdict}"
 
 
-def saved_rows(path: Path, device: torch.device) -> dict[str, Row]:
-    """The rows of an earlier run by name, of cells that it timed.
-
-    Raises:
-        ValueError: the file is another's, or was measured on another machine or with other versions.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        rows = {row["name"]: row for row in body["rows"] if OURS in row["ms"]}
-        before, now = body["environment"], environment(device)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--resume: {path} is no file of this script: {error!r}") from None
-    if body.get("format") != FORMAT:
-        raise ValueError(f"--resume: {path} has format {body.get('format')!r}; it must be {FORMAT!r}")
-    for name in SAME:
-        if before.get(name) != now.get(name):
-            raise ValueError(
-                f"--resume: {path} was measured with {name} {before.get(name)}, here it is {now.get(name)}; measure "
-                "into another file"
-            )
-    return rows
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/hopper_backward.json"))
@@ -292,7 +264,8 @@ def main() -> int:
         parser.error(f"--only is {arguments.only!r}; no cell has all of these words")
     device = device_or_exit()
     try:
-        rows = saved_rows(arguments.out, device) if arguments.resume else {}
+        rows = saved_rows(arguments.out, FORMAT, "name", device) if arguments.resume else {}
+        rows = {name: row for name, row in rows.items() if OURS in row["ms"]}
     except ValueError as error:
         parser.error(str(error))
     settings = bench.Settings(

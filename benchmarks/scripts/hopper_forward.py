@@ -5,7 +5,8 @@
 
 A list of bf16 problems for the bench: it checks every output against the formula, times the public functions
 interleaved in drawn order, each preheated, with L2 flushed and back to back, and the ratio is the fastest peer's median
-over ours. The file is written again after each problem. Exit status 1 when a check fails.
+over ours. The file is written again after each problem; ``--resume`` keeps its problems and measures the others. Exit
+status 1 when a check fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from gpu_run import BOTH, ROUNDS, compile_ahead, device_or_exit, figures, heat, run_and_keep
+from gpu_run import BOTH, ROUNDS, Row, compile_ahead, device_or_exit, figures, heat, run_and_keep, saved_rows
 from hopper_shapes import PEER_TAGS, Shape, log_normal_lengths, make, square
 
 from flashlane import bench
@@ -73,9 +74,7 @@ def suite(name: str) -> Iterator[Shape]:
         raise ValueError(f"suite is {name!r}; it may be grid, dims, shapes or served")
 
 
-def measure(
-    shape: Shape, device: torch.device, names: Sequence[str], settings: bench.Settings, reporter: Bar
-) -> dict[str, object]:
+def measure(shape: Shape, device: torch.device, names: Sequence[str], settings: bench.Settings, reporter: Bar) -> Row:
     """One row: milliseconds, spread and TFLOP/s of each implementation, and the ratio of the fastest peer to ours."""
     problem, inputs = make(shape, device)
     peers = bench.select_peers(",".join(PEERS[name] for name in names) or "none")
@@ -83,7 +82,7 @@ def measure(
         bench.Case(problem, inputs=inputs), None, None, selection=bench.Selection(tags=(TAG,), peers=peers),
         settings=settings, seed=0, reporter=reporter,
     )  # fmt: skip
-    row: dict[str, object] = {"problem": shape.title, "config": registry.get(TAG).config(problem).describe()}
+    row: Row = {"problem": shape.title, "config": registry.get(TAG).config(problem).describe()}
     row |= figures(results, NAMES)
     row["ok"] = not results.failed
     others = {name: ms for name, ms in row["ms"].items() if name != OURS}
@@ -93,7 +92,7 @@ def measure(
     return row
 
 
-def line(row: dict[str, object]) -> str:
+def line(row: Row) -> str:
     rates = "  ".join(f"{name} {value:6.1f}" for name, value in row["tflops"].items())
     ratio = f"{row['ratio']:.3f} of {row['best_peer']}" if "ratio" in row else "no peer"
     absent = "".join(f"  no {name}: {why[:60]}" for name, why in row["absent"].items())
@@ -108,6 +107,7 @@ def main() -> int:
     parser.add_argument("--round-ms", type=float, default=8.0, help="how long a round repeats one implementation")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further problem after so long")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/hopper_forward.json"))
+    parser.add_argument("--resume", action="store_true", help="keep the problems that the file has, measure the others")
     arguments = parser.parse_args()
     names = [name for name in arguments.peers.split(",") if name]
     if not set(names) <= set(PEERS):
@@ -117,24 +117,30 @@ def main() -> int:
     settings = bench.Settings(
         rounds=max(ROUNDS, arguments.rounds), round_ms=arguments.round_ms, warmup_ms=40.0, protocols=BOTH
     )
-    compile_ahead((registry.get(TAG), make(shape, device)[0]) for shape in shapes)
-    body = {"format": FORMAT, "environment": environment(device), "protocol": settings.protocols[0], "rows": []}
+    try:
+        rows = saved_rows(arguments.out, FORMAT, "problem", device) if arguments.resume else {}
+    except ValueError as error:
+        parser.error(str(error))
+    todo = [shape for shape in shapes if shape.title not in rows]
+    compile_ahead((registry.get(TAG), make(shape, device)[0]) for shape in todo)
+    body = {"format": FORMAT, "environment": environment(device), "protocol": settings.protocols[0]}
     heat(device)
     stop = time.monotonic() + arguments.seconds
-    with Bar(len(shapes)) as reporter:
-        for shape in shapes:
+    with Bar(len(todo)) as reporter:
+        for shape in todo:
             if time.monotonic() > stop:
                 print(f"time is up before {shape.title}")
                 break
             row = measure(shape, device, names, settings, reporter)
-            body["rows"].append(row)
+            rows[shape.title] = row
+            body["rows"] = [rows[known.title] for known in shapes if known.title in rows]
             write_atomically(arguments.out, json.dumps(body, indent=1) + "\n")
             print(line(row), flush=True)
-    ratios = [row["ratio"] for row in body["rows"] if "ratio" in row]
+    ratios = [row["ratio"] for row in rows.values() if "ratio" in row]
     if ratios:
         mean = math.exp(statistics.fmean(map(math.log, ratios)))
         print(f"{len(ratios)} problems, ratio to the fastest peer: geometric mean {mean:.3f}, least {min(ratios):.3f}")
-    return 0 if all(row["ok"] for row in body["rows"]) else 1
+    return 0 if all(row["ok"] for row in rows.values()) else 1
 
 
 if __name__ == "__main__":
