@@ -134,7 +134,7 @@ CONFIGS: dict[str, HgemmConfig] = {
 
 PREFERENCE: dict[str, tuple[str, ...]] = {
     "f32": ("192x256x64 2x4 s4 tma", "256x128x64 4x2 s4", "128x256x32 2x4 s4"),
-    "f16": ("256x256x32 4x2 s4", "128x256x32 2x4 s4"),
+    "f16": ("256x256x64 4x2 s3 tma w2", "256x256x32 4x2 s4", "128x256x32 2x4 s4"),
 }
 """Accumulator -> configurations for large products, best first; the first that fits the architecture is taken."""
 SMALL = "128x128x32 2x2 s4"
