@@ -272,6 +272,29 @@ def test_windows_of_the_fourth(theirs: tuple[Any, Any], ours: tuple[int, int]) -
 
 
 @pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ((0, -1), (0, 0)),
+        ((3, -5), (3, 0)),
+        ((3, -1), (3, 0)),
+        ((3, 7), (3, 0)),
+        ((-1, 5), (-1, 0)),
+        ((-2, 5), (-1, 0)),
+        ((None, -4), (-1, 0)),
+        ((-1, -1), (-1, 0)),
+    ],
+)
+def test_causal_makes_the_right_side_of_the_fourth_0_first(theirs: tuple[Any, Any], ours: tuple[int, int]) -> None:
+    q, cu = torch.randn(1, 9, 2, 8), cumulative([9])
+    want = flashlane.flash_attn_func(q, q, q, window_size=ours)
+    assert torch.equal(fa4.flash_attn_func(q, q, q, causal=True, window_size=theirs)[0], want)
+    packed = fa4.flash_attn_varlen_func(
+        q[0], q[0], q[0], cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, window_size=theirs
+    )
+    torch.testing.assert_close(packed[0], want[0])
+
+
+@pytest.mark.parametrize(
     ("window", "kind", "message"),
     [
         ((-2, 5), NotImplementedError, "window_size is (-2, 5); each side must be at least 0, or None for unbounded"),

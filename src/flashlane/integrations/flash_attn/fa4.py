@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flashlane.api import functional
-from flashlane.core.validate import check_splits, whole_number
+from flashlane.core.validate import check_flag, check_splits, whole_number
 from flashlane.integrations.flash_attn import fa3, lengths
 from flashlane.integrations.flash_attn.refusal import refuse
 
@@ -59,7 +59,7 @@ def flash_attn_func(
         v,
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=_sides(window_size),
+        window_size=_sides(window_size, causal),
         softcap=softcap,
         deterministic=deterministic,
         sinks=learnable_sink,
@@ -124,7 +124,7 @@ def flash_attn_varlen_func(
         num_splits=num_splits,
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=_sides(window_size),
+        window_size=_sides(window_size, causal),
         softcap=softcap,
         deterministic=deterministic,
         sinks=learnable_sink,
@@ -182,14 +182,19 @@ def _result(
     return out, (lse if return_lse or any(t is not None and t.requires_grad for t in given) else None)
 
 
-def _sides(window_size: Sides) -> tuple[int, int]:
-    """A window in flashlane's form: an unbounded side is None in FlashAttention-4 and −1 here."""
+def _sides(window_size: Sides, causal: bool) -> tuple[int, int]:
+    """A window in flashlane's form: an unbounded side is None in FlashAttention-4 and −1 here.
+
+    As in its ``_resolve_causal_local_window``, causal makes the right side 0 before the two are looked at.
+    """
     try:
         left, right = (None if side is None else operator.index(side) for side in window_size)
     except (TypeError, ValueError):
         raise ValueError(
             f"window_size is {window_size!r}; it must be two whole numbers (left, right), or None for an unbounded side"
         ) from None
+    if check_flag("causal", causal):
+        right = 0
     if left is not None and right is not None and left + right < 0:
         return -1, -1  # such a window counts as none there
     if any(side is not None and side < 0 for side in (left, right)):
