@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashlane import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -107,3 +108,41 @@ def test_padding_is_compared_with_the_lengths_after_appending() -> None:
         results.append(out)
     assert torch.equal(*results)
     assert torch.equal(results[0][0], torch.zeros_like(q[0])), "the first sequence has no key left"
+
+
+TABLES = {"rotary_cos": torch.randn(10, 4), "rotary_sin": torch.randn(10, 4)}
+
+
+def appended(**changed: torch.Tensor) -> torch.Tensor:
+    """A call that appends, with some of its tensors replaced."""
+    q, k_cache, v_cache, new, _ = drawn()
+    given = {"k": new, "v": new, "alibi_slopes": torch.rand(4), **TABLES, **changed}
+    return flash_attn_with_kvcache(given.pop("q", q), k_cache, v_cache, cache_seqlens=ints(3, 4), **given)
+
+
+WITH_TANGENT = {"q": (2, 1, 4, 8), "k": (2, 1, 2, 8), "v": (2, 1, 2, 8), "rotary_cos": (10, 4), "rotary_sin": (10, 4)}
+
+
+@pytest.mark.parametrize("name", WITH_TANGENT)
+def test_no_tangent_is_lost_in_a_cache(name: str) -> None:
+    t = torch.randn(WITH_TANGENT[name])
+
+    def call(t: torch.Tensor) -> torch.Tensor:
+        return appended(**{name: t})
+
+    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache has no derivative, forward-mode"):
+        torch.func.jvp(call, (t,), (t,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no derivative, forward-mode"):
+        call(forward_ad.make_dual(t, t))
+
+
+@pytest.mark.parametrize("name", [*WITH_TANGENT, "alibi_slopes"])
+def test_a_gradient_of_any_tensor_of_an_append_is_an_error(name: str) -> None:
+    t = torch.randn(WITH_TANGENT.get(name, (4,)))
+    with pytest.raises(NotImplementedError, match=NO_GRADIENTS):
+        torch.func.grad(lambda t: appended(**{name: t}).sum())(t)
+    out = appended(**{name: t.requires_grad_()})
+    with pytest.raises(NotImplementedError, match=NO_GRADIENTS):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not appended(**{name: t}).requires_grad

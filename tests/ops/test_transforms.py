@@ -343,6 +343,32 @@ def test_derivatives_that_there_are_not_are_errors(name: str) -> None:
         call(torch.randn(1, 3, 2, 8, dtype=F64))
 
 
+@pytest.mark.parametrize("mapped", ["nothing", "q", "slopes"])
+def test_no_gradient_of_slopes_is_lost(mapped: str) -> None:
+    q, slopes = torch.randn(3, 1, 3, 2, 8), torch.rand(3, 2)
+
+    def call(q: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        return flashlane.flash_attn_func(q, q, q, alibi_slopes=slopes).sum()
+
+    def total(slopes: torch.Tensor) -> torch.Tensor:
+        if mapped == "nothing":
+            return call(q[0], slopes[0])
+        if mapped == "q":
+            return torch.vmap(lambda each: call(each, slopes[0]))(q).sum()
+        return torch.vmap(lambda each: call(q[0], each))(slopes).sum()
+
+    total(slopes)  # one like it that requires none
+    message = "alibi_slopes is a tensor that requires gradients, and gets none; detach it"
+    for ask in (torch.func.grad(total), torch.func.jacrev(total)):
+        with pytest.raises(TypeError, match=message):
+            ask(slopes)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=message):
+            total(slopes.requires_grad_())
+    with torch.no_grad():
+        assert not total(slopes).requires_grad
+
+
 def test_what_has_no_derivative_is_asked_for_its_tangent_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a kernel, which on a GPU would drop it."""
     seen: list[Any] = []

@@ -14,7 +14,7 @@ import torch
 
 from flashlane.api import kvcache
 from flashlane.core import dispatch
-from flashlane.core.problem import DIFFERENTIABLE, CallOptions, Inputs
+from flashlane.core.problem import MODIFIERS, TENSORS, CallOptions, Inputs
 from flashlane.core.validate import check_flag, check_strided, contiguous, kind_of, whole_number
 from flashlane.ops import call as ops
 
@@ -25,6 +25,9 @@ _OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv", "cu_seqlens_q": "cu_seqlens", "cu
 _OF_QKV |= {"max_seqlen_q": "max_seqlen", "max_seqlen_k": "max_seqlen"}
 _OF_KV = {"k": "kv", "v": "kv"}
 """What the packed functions call the arguments of the others."""
+
+_FLOATS = (*TENSORS[:3], *MODIFIERS)
+"""The arguments of which a gradient could be asked."""
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -63,7 +66,8 @@ def flash_attn_func(
             unbounded, and causal makes right 0. A tensor of two is read, for which a call waits if a GPU holds it.
         softcap: when positive, scores become ``softcap * tanh(score / softcap)`` before the mask. Of bf16 tensors the
             tanh may have a relative error of 2^-11, a quarter of bf16's.
-        alibi_slopes: f32 ``(h,)`` or ``(b, h)``: ``-slope * |i + sk - sq - j|`` is added to the scores.
+        alibi_slopes: f32 ``(h,)`` or ``(b, h)``: ``-slope * |i + sk - sq - j|`` is added to the scores. They get no
+            gradient and may not require one.
         deterministic: ask for a backward pass that gives the same bits every time.
         return_attn_probs: also return the LSE and S_dmask, for tests: empty when dropout_p is 0, else as
             FlashAttention-2 has it (:func:`flashlane.api.attn_probs.signed_probabilities`), in O(sq·sk) memory.
@@ -384,7 +388,7 @@ def flash_attn_with_kvcache(
         window_size=window_size,
         softcap=softcap,
     )
-    out, lse = _undifferentiable("flash_attn_with_kvcache", out, lse, inputs, (k, v))
+    out, lse = _undifferentiable("flash_attn_with_kvcache", out, lse, inputs, (k, v, rotary_cos, rotary_sin))
     return (out, lse) if wants_lse else out
 
 
@@ -528,6 +532,8 @@ class _Undifferentiable(torch.autograd.Function):
 def _undifferentiable(
     what: str, out: torch.Tensor, lse: torch.Tensor, inputs: Inputs, more: tuple[torch.Tensor | None, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    given = (*(getattr(inputs, name) for name in DIFFERENTIABLE), *more)
-    wanting = [t for t in given if t is not None and t.requires_grad] if torch.is_grad_enabled() else []
+    if not torch.is_grad_enabled():
+        return out, lse
+    wanting = [t for name in _FLOATS if (t := getattr(inputs, name)) is not None and t.requires_grad]
+    wanting += [t for t in more if t is not None and t.requires_grad]
     return _Undifferentiable.apply(what, out, lse, *wanting) if wanting else (out, lse)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flashlane.api.rotary import rotate
@@ -165,7 +166,19 @@ def _vmap_update(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tupl
     return torch_rules.one_by_one(torch.ops.flashlane.update_cache, info.batch_size, in_dims, args)
 
 
+def _above_autograd(keyset: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator's autograd kernel: its results and the caches would lose a tangent of any of its tensors."""
+    if forward_ad._current_level >= 0 and torch_rules.has_tangent([t for t in args if isinstance(t, torch.Tensor)]):
+        raise NotImplementedError(
+            "flash_attn_with_kvcache has no derivative, forward-mode (jvp, jacfwd, hessian) or reverse"
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        behind = keyset & torch._C._after_autograd_keyset
+        return torch.ops.flashlane.update_cache.default.redispatch(behind, *args)
+
+
 _library.impl("update_cache", _operator, "CompositeExplicitAutograd")
+_library.impl("update_cache", _above_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("flashlane::update_cache", lambda *args: Update(*args).allocate(), lib=_library)
 torch.library.register_vmap("flashlane::update_cache", _vmap_update, lib=_library)
 

@@ -29,6 +29,7 @@ from flashlane.core.validate import (
     check_cache,
     check_flag,
     check_modifier,
+    check_no_gradient,
     check_number,
     check_seed,
     check_sizes,
@@ -173,6 +174,8 @@ TENSORS = tuple(name for name, hint in get_type_hints(Inputs).items() if hint in
 """The fields of :class:`Inputs` that are tensors, q, k and v first."""
 MODIFIERS = tuple(name for name, each in ARGUMENTS.items() if each.shapes)
 """Tensors that modify scores."""
+WITHOUT_GRADIENT = tuple(name for name in MODIFIERS if not ARGUMENTS[name].differentiable)
+"""Those of them that may not require a gradient."""
 DIFFERENTIABLE = tuple(name for name, each in ARGUMENTS.items() if each.differentiable)
 Gradients = namedtuple("Gradients", DIFFERENTIABLE, defaults=[None] * len(DIFFERENTIABLE[3:]))
 """Gradients in the shapes and dtypes of their inputs; None where there is none, or none was asked for."""
@@ -438,6 +441,8 @@ def check_call(inputs: Inputs, options: CallOptions, contents: bool = True) -> d
     for name in MODIFIERS:
         if (modifier := getattr(inputs, name)) is not None:
             spec = ARGUMENTS[name]
+            if name in WITHOUT_GRADIENT:
+                check_no_gradient(name, modifier)
             check_modifier(name, modifier, q.device, spec.dtype, spec.shapes, sizes, spec.broadcast)
     dropout_p = check_number("dropout_p", options.dropout_p, low=0.0, below=1.0)
     needs_grad = wants_grad(inputs)

@@ -400,6 +400,12 @@ def whole_number(value: Any) -> Any:
         return value
 
 
+def check_no_gradient(name: str, value: Any, wanted: str = "detach it") -> None:
+    """Raise TypeError for a tensor that requires a gradient where there is none: it would be dropped silently."""
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise TypeError(f"{name} is a tensor that requires gradients, and gets none; {wanted}")
+
+
 def check_number(name: str, value: float, low: float = -math.inf, below: float = math.inf) -> float:
     """A finite number of at least ``low`` and less than ``below``, as a float.
 
@@ -407,8 +413,7 @@ def check_number(name: str, value: float, low: float = -math.inf, below: float =
         TypeError: it is no number, or a tensor whose gradient would be lost.
         ValueError: it is not finite or out of range.
     """
-    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-        raise TypeError(f"{name} is a tensor that requires gradients, and gets none; it must be a number")
+    check_no_gradient(name, value, "it must be a number")
     try:
         if isinstance(value, str | bytes):  # float() would read one
             raise TypeError

@@ -24,6 +24,7 @@ from flashlane.core.problem import (
     tensors_of,
 )
 from flashlane.core.registry import Kernel, RepeatBackward
+from flashlane.core.validate import check_no_gradient
 from flashlane.ops import call_cache, execute, schema, torch_rules
 from flashlane.ops.call_cache import OutAndLse, Results
 from flashlane.ops.watched import is_observed, is_watched
@@ -251,6 +252,8 @@ def forward_kernel(keyset: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
         torch_rules.refuse_tangents([t for t in args if isinstance(t, torch.Tensor)])
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not _plain(keyset):
+        for name, index in schema.WITHOUT_GRADIENT_AT.items():  # transforms show only here what requires one
+            check_no_gradient(name, args[index])
         return _watched(keyset, args) if wanted else _below_autograd(keyset, args)
     problem, inputs, kernel = execute.rebuild(args)
     entry = call_cache.remember(key or schema.key_of(options), problem, inputs, kernel)

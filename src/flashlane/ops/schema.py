@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, TENSORS, Alignment, CallOptions, Inputs
+from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, TENSORS, WITHOUT_GRADIENT, Alignment, CallOptions, Inputs
 
 RARE = ("num_splits",)
 """Fields of :class:`CallOptions` that come last."""
@@ -41,6 +41,7 @@ DEFAULTS = tuple(_ALL_DEFAULTS[name] for name in NAMES[3:])
 BACKWARD_EXTRAS = ("Tensor out", "Tensor lse", "Tensor do", "Tensor? dlse", "bool bias_grad")
 """The arguments of ``flashlane::backward`` before those of ``flashlane::forward``."""
 DIFFERENTIABLE_AT = tuple(POSITION[name] for name in DIFFERENTIABLE)
+WITHOUT_GRADIENT_AT = {name: POSITION[name] for name in WITHOUT_GRADIENT}
 BIAS = DIFFERENTIABLE.index("bias")
 NAMED_AT, NEEDS_GRAD_AT = POSITION["tag"], POSITION["needs_grad"]
 _WINDOW_AT = POSITION["window_size"]

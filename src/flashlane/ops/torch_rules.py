@@ -73,12 +73,16 @@ def _autocast_kernel(device: str) -> Callable[..., Any]:
 
 def refuse_tangents(tensors: Sequence[torch.Tensor | None]) -> None:
     """Raise for a tensor that carries a tangent: it would be dropped silently."""
-    for t in tensors:
-        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-            raise NotImplementedError(
-                "flashlane::forward has no forward-mode derivative (jvp, jacfwd, hessian); reverse mode (backward, "
-                "grad, vjp, jacrev) works"
-            )
+    if has_tangent(tensors):
+        raise NotImplementedError(
+            "flashlane::forward has no forward-mode derivative (jvp, jacfwd, hessian); reverse mode (backward, "
+            "grad, vjp, jacrev) works"
+        )
+
+
+def has_tangent(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether one of some tensors carries a tangent of forward-mode differentiation."""
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 @contextlib.contextmanager
