@@ -201,6 +201,7 @@ OUT, LSE = torch.zeros(2, 4, 3, 8), torch.zeros(2, 3, 4)
         (lambda: combine(torch.zeros(()), [LSE]), ValueError, r"outs has shape \(\)"),
         (lambda: combine([OUT[0, 0]], [LSE]), ValueError, r"outs\[0\] has shape \(3, 8\)"),
         (lambda: combine([OUT], [LSE], out_dtype=torch.int32), TypeError, "out_dtype is torch.int32"),
+        (lambda: combine([OUT], [LSE], out_dtype=[OUT.dtype]), TypeError, r"out_dtype is \[torch.float"),
         (lambda: combine([OUT], [LSE], out_dtype=torch.float8_e4m3fn), TypeError, "out_dtype is torch.float8_e4m3fn"),
         (lambda: combine([OUT.to(torch.float8_e4m3fn)], [LSE]), TypeError, r"outs\[0\] has dtype torch.float8_e4m3fn"),
         (lambda: combine([OUT.to_sparse()], [LSE]), TypeError, r"outs\[0\] has layout torch.sparse_coo"),

@@ -135,7 +135,8 @@ def test_numbers_of_a_cache_may_be_numpy_integers() -> None:
 )
 def test_what_is_no_longest_sequence(wrong: Any) -> None:
     q, cu = torch.randn(9, 4, 16), lengths(9)
-    with pytest.raises(ValueError, match=r"max_seqlen_q is .*; it must be a whole number of at least 0"):
+    kind = ValueError if type(wrong) is int else TypeError
+    with pytest.raises(kind, match=r"max_seqlen_q is .*; it must be a whole number of at least 0"):
         flash_attn_varlen_func(q, q, q, cu, cu, wrong, 9)
 
 
@@ -143,9 +144,15 @@ def test_what_is_no_longest_sequence(wrong: Any) -> None:
     ("asked", "error", "message"),
     [
         ({"window_size": (2.5, 0)}, ValueError, r"window_size is \(2.5, 0\); it must be two whole numbers"),
-        ({"window_size": ("2", 0)}, ValueError, r"window_size is \('2', 0\); it must be two whole numbers"),
-        ({"window_size": torch.tensor([2.0, 0.0])}, ValueError, "window_size is tensor.* two whole numbers"),
-        ({"window_size": (None, None)}, ValueError, r"window_size is \(None, None\); it must be two whole numbers"),
+        ({"window_size": ("2", 0)}, TypeError, r"window_size is \('2', 0\); it must be two whole numbers"),
+        ({"window_size": torch.tensor([2.0, 0.0])}, TypeError, "window_size is tensor.* two whole numbers"),
+        (
+            {"window_size": torch.zeros(2).int().to("meta")},
+            TypeError,
+            "window_size is tensor.*meta.* two whole numbers",
+        ),
+        ({"window_size": torch.zeros(2).int().to_sparse()}, TypeError, "window_size has layout torch.sparse_coo"),
+        ({"window_size": (None, None)}, TypeError, r"window_size is \(None, None\); it must be two whole numbers"),
         ({"softmax_scale": "0.5"}, TypeError, "softmax_scale is '0.5'; it must be a number"),
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan; it must be finite"),
         ({"softmax_scale": 1j}, TypeError, "softmax_scale is 1j; it must be a number"),

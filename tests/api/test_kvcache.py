@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -230,7 +231,8 @@ def test_the_kernel_hears_of_the_parts(step: Step | None, compiled: bool) -> Non
 @pytest.mark.parametrize("wrong", [-1, True, 1.0, None])
 def test_the_validator_wants_a_number_of_parts(wrong: Any) -> None:
     q = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(ValueError, match=f"num_splits is {wrong!r}; it must be a whole number of at least 0"):
+    kind = ValueError if type(wrong) is int else TypeError
+    with pytest.raises(kind, match=f"num_splits is {wrong!r}; it must be a whole number of at least 0"):
         AttentionProblem.from_inputs(Inputs(q, q, q), num_splits=wrong)
 
 
@@ -328,6 +330,9 @@ def test_paged_varlen_equals_packed_varlen_and_has_no_gradients() -> None:
         out.sum().backward()
 
 
+NESTED = torch.nested.nested_tensor([torch.zeros(n).int() for n in (2, 3)])
+
+
 def wrong(name: str, value: Any, kind: type, message: str, step: Step | None = None) -> Any:
     return pytest.param(step or Step(rotary=16), {name: value}, kind, message, id=f"{name}: {message[:30]}")
 
@@ -337,7 +342,7 @@ def wrong(name: str, value: Any, kind: type, message: str, step: Step | None = N
     [
         wrong("q", [1], TypeError, "q is a list; it must be a torch.Tensor"),
         wrong("k_cache", torch.zeros(2, 40, 32), ValueError, r"k_cache has shape \(2, 40, 32\), rank 3"),
-        wrong("k_cache", torch.zeros(2, 40, 2, 16), ValueError, "k.* has shape"),
+        wrong("k_cache", torch.zeros(2, 40, 2, 16), ValueError, "^k_cache has head_dim 16 and q has 32"),
         wrong(
             "k_cache",
             torch.zeros(1, 40, 2, 32),
@@ -359,7 +364,7 @@ def wrong(name: str, value: Any, kind: type, message: str, step: Step | None = N
         wrong("cache_seqlens", torch.tensor([1, 2]), TypeError, "cache_seqlens has dtype torch.int64"),
         wrong("cache_seqlens", torch.tensor([1]).int(), ValueError, r"cache_seqlens has shape \(1,\); .*\(2,\)"),
         wrong("cache_seqlens", 47, ValueError, "as block_table holds 48", Step(page_size=16)),
-        wrong("block_table", [[1]], ValueError, "block_table is a list; it must be an int32"),
+        wrong("block_table", [[1]], TypeError, "block_table is a list; it must be an int32"),
         wrong("block_table", torch.full((2, 3), 9).int(), ValueError, "block_table is .* 0 to 7", Step(page_size=16)),
         wrong("cache_batch_idx", torch.tensor([0, 2]).int(), ValueError, r"cache_batch_idx is \[0, 2\]; .* 0 to 1"),
         wrong("cache_leftpad", torch.tensor([41, 0]).int(), ValueError, r"cache_leftpad is \[41, 0\]; .*cache_seqlens"),
@@ -369,7 +374,10 @@ def wrong(name: str, value: Any, kind: type, message: str, step: Step | None = N
         wrong("rotary_cos", torch.zeros(44, 8).half(), TypeError, "rotary_cos has dtype torch.float16"),
         wrong("rotary_sin", torch.zeros(45, 8), ValueError, "rotary_sin is .*they must be alike"),
         wrong("num_splits", -1, ValueError, "num_splits is -1; it must be a whole number"),
-        wrong("num_splits", True, ValueError, "num_splits is True"),
+        wrong("num_splits", True, TypeError, "num_splits is True"),
+        wrong("causal", torch.zeros(2), TypeError, r"causal is tensor\(\[0., 0.\]\); it must be True or False"),
+        wrong("kernel", ["tiled"], TypeError, r"kernel is \['tiled'\]; it must be the tag of a kernel, a str"),
+        wrong("block_table", NESTED, TypeError, "block_table is a nested tensor", Step(page_size=16)),
         wrong("window_size", (1, 2, 3), ValueError, r"window_size is \(1, 2, 3\); it must be two"),
         wrong("softmax_scale", float("nan"), ValueError, "softmax_scale is nan; it must be finite"),
         wrong("softcap", -1.0, ValueError, "softcap is -1.0"),
@@ -384,6 +392,26 @@ def test_errors_name_the_argument_and_leave_the_cache(step: Step, change: dict, 
     with pytest.raises(kind, match=message):
         flash_attn_with_kvcache(**{**given, **change})
     assert torch.equal(given["k_cache"], before[0]) and torch.equal(given["v_cache"], before[1])
+
+
+@pytest.mark.parametrize("advance", [True, False])
+def test_positions_of_q_beyond_the_tables_are_named(advance: bool) -> None:
+    """Five queries and one new key: the last query is four positions past the new key."""
+    q, new, cache = torch.randn(2, 5, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 9, 2, 8)
+    lengths = torch.tensor([6, 2], dtype=torch.int32)
+
+    def call(positions: int) -> torch.Tensor:
+        tables = {"rotary_cos": torch.randn(positions, 4), "rotary_sin": torch.randn(positions, 4)}
+        given = {"cache_seqlens": lengths, "causal": advance, **tables}
+        return flash_attn_with_kvcache(q, cache, cache.clone(), new, new, **given)
+
+    call(11 if advance else 9)
+    if advance:
+        before = cache.clone()
+        message = "rotary_cos has 10 positions; it must have at least 11, those of the 5 rows of q from cache_seqlens "
+        with pytest.raises(ValueError, match=re.escape(message + "[6, 2] on")):
+            call(10)
+        assert torch.equal(cache, before)
 
 
 def test_rotary_alone_is_refused() -> None:

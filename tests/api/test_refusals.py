@@ -389,7 +389,7 @@ def test_packed_functions_name_their_own_arguments() -> None:
     functions = flashlane.flash_attn_varlen_qkvpacked_func, flashlane.flash_attn_varlen_kvpacked_func
     with pytest.raises(ValueError, match=r"^cu_seqlens is \[0, 9\].*total of qkv.*max_seqlen 4$"):
         functions[0](torch.randn(4, 3, 2, 8), ints(0, 9), 4)
-    with pytest.raises(ValueError, match=r"^max_seqlen is 1\.5"):
+    with pytest.raises(TypeError, match=r"^max_seqlen is 1\.5"):
         functions[0](torch.randn(4, 3, 2, 8), ints(0, 4), 1.5)
     with pytest.raises(ValueError, match=r"^cu_seqlens_k is \[0, 9\].*total of kv"):
         functions[1](torch.randn(4, 2, 8), torch.randn(4, 2, 2, 8), ints(0, 4), ints(0, 9), 4, 4)
@@ -454,3 +454,11 @@ def test_every_public_function_has_hints_that_can_be_read() -> None:
         assert hints, name
         if "window_size" in hints and name.startswith(("flash_attn", "explain")):
             assert torch.Tensor in typing.get_args(hints["window_size"]), name
+
+
+def test_a_causal_mask_of_torchs_function_is_one_yes_or_no() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    message = r"is_causal is tensor\(\[0., 0.\]\); it must be True or False"
+    for mask in (None, torch.zeros(4, 4)):
+        with pytest.raises(TypeError, match=message):
+            flashlane.scaled_dot_product_attention(q, q, q, mask, is_causal=torch.zeros(2))

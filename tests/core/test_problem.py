@@ -102,8 +102,8 @@ BAD = {
     "dropout": (tensors, {}, {"dropout_p": 1.0}, ValueError, "dropout_p is 1.0; .*at least 0 and below 1"),
     "window": (tensors, {}, {"window_size": (-2, 0)}, ValueError, r"window_size is \(-2, 0\); each side must be"),
     "window count": (tensors, {}, {"window_size": (1, 2, 3)}, ValueError, r"window_size is \(1, 2, 3\); .* two"),
-    "window type": (tensors, {}, {"window_size": 5}, ValueError, "window_size is 5; it must be two"),
-    "window text": (tensors, {}, {"window_size": ("4", "3")}, ValueError, r"window_size is \('4', '3'\); .* two whole"),
+    "window type": (tensors, {}, {"window_size": 5}, TypeError, "window_size is 5; it must be two"),
+    "window text": (tensors, {}, {"window_size": ("4", "3")}, TypeError, r"window_size is \('4', '3'\); .* two whole"),
     "window part": (tensors, {}, {"window_size": (4.5, 3)}, ValueError, r"window_size is \(4.5, 3\); .* two whole"),
     "causal": (tensors, {}, {"causal": "yes"}, TypeError, "causal is 'yes'; it must be True or False"),
     "deterministic": (tensors, {}, {"deterministic": None}, TypeError, "deterministic is None; it must be True or"),
@@ -194,7 +194,7 @@ BAD = {
         "block_table has",
     ),
     "varlen entry": (paged_varlen, {"block_table": ints([9, 0, 3], [1, 2, 0])}, {}, ValueError, "page in use may be"),
-    "longest none": (packed, {"max_seqlen_q": None}, {}, ValueError, "max_seqlen_q is None; it must be a whole number"),
+    "longest none": (packed, {"max_seqlen_q": None}, {}, TypeError, "max_seqlen_q is None; it must be a whole number"),
 }
 
 

@@ -44,7 +44,7 @@ def combine(
     outs, lses = _tensors("outs", outs), _tensors("lses", lses)
     _check(outs, lses)
     dtype = outs[0].dtype if out_dtype is None else out_dtype
-    if dtype not in DTYPE_NAMES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_NAMES:
         allowed = ", ".join(map(str, DTYPE_NAMES))
         raise TypeError(f"out_dtype is {out_dtype!r}; it may be one of {allowed}, or None for that of outs")
     given = (*outs, *lses)

@@ -321,8 +321,9 @@ def flash_attn_with_kvcache(
         v_cache: ``(b_cache, capacity, hk, dv)``, or pages as those of k_cache.
         k: new keys ``(b, seqlen_new, hk, d)``, stored at rows ``cache_seqlens[i]`` on; needs v and cache_seqlens.
         v: new values ``(b, seqlen_new, hk, dv)``, stored bit by bit.
-        rotary_cos: ``(seqlen_ro, rotary_dim / 2)`` in the dtype of q or f32, with seqlen_ro at least the capacity: the
-            first rotary_dim columns of q and the new k are rotated. Row j of the new k is at position
+        rotary_cos: ``(seqlen_ro, rotary_dim / 2)`` in the dtype of q or f32, with seqlen_ro at least the capacity and
+            beyond the last position of q (a GPU's lengths are not read: there, positions from seqlen_ro on count as
+            the last): the first rotary_dim columns of q and the new k are rotated. Row j of the new k is at position
             ``cache_seqlens + j``; row j of q too with causal or a window, else at ``cache_seqlens``.
         rotary_sin: of the same shape.
         cache_seqlens: rows in use before the new ones, int32 ``(b,)`` or one int; all of them by default.
@@ -377,10 +378,6 @@ def flash_attn_with_kvcache(
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
         rotary_interleaved=rotary_interleaved,
-        cache_seqlens=cache_seqlens,
-        cache_batch_idx=cache_batch_idx,
-        cache_leftpad=cache_leftpad,
-        block_table=block_table,
         kernel=kernel,
         num_splits=whole_number(num_splits),
         scale=softmax_scale,

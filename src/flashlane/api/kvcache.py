@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flashlane.api.rotary import rotate
-from flashlane.core import dispatch
+from flashlane.core import dispatch, registry
 from flashlane.core.problem import Inputs, tensors_of
 from flashlane.core.validate import (
     axes_of,
@@ -143,7 +143,7 @@ def _places(update: Update, cache: torch.Tensor, rows: torch.Tensor) -> tuple[to
 
 
 def _check_places(update: Update, sequences: torch.Tensor) -> None:
-    """Whether the rows to be written lie in the cache; only where that does not wait for a GPU, or for no value."""
+    """Raise ValueError unless the rows to be written lie in the cache; only where nothing waits for a GPU to know."""
     most = update.k_cache.shape[0]
     if type(sequences) is torch.Tensor and sequences.is_cpu and bool(((sequences < 0) | (sequences >= most)).any()):
         name = "cache_batch_idx" if update.block_table is None else "block_table"
@@ -152,7 +152,7 @@ def _check_places(update: Update, sequences: torch.Tensor) -> None:
 
 def _operator(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     update = Update(*args)
-    _check_room(update.cache_seqlens, update.k.shape[1], update.capacity, update.block_table is not None)
+    _check_lengths(update)
     made = update.allocate()
     update.run(*made)
     return made
@@ -191,23 +191,25 @@ def attend_cache(
     rotary_cos: torch.Tensor | None,
     rotary_sin: torch.Tensor | None,
     rotary_interleaved: bool,
-    cache_seqlens: torch.Tensor | None,
-    cache_batch_idx: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
-    block_table: torch.Tensor | None,
     kernel: str | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`flashlane.flash_attn_with_kvcache` does, whose arguments these are; returns out and LSE.
 
-    ``inputs`` has q, the caches as k and v, and the tensors that modify scores; ``options`` has the fields of
+    ``inputs`` has q, the caches as k and v, and all other tensors of the attention; ``options`` has the fields of
     :class:`~flashlane.core.problem.CallOptions`. Everything is checked before the cache is written to.
     """
     q, k_cache, v_cache = inputs.q, inputs.k, inputs.v
     check_splits(options["num_splits"])
-    capacity = _check_caches(q, k_cache, v_cache, block_table)
-    seqused = contiguous(cache_seqlens)
-    batch_idx, leftpad, table = (contiguous(t) for t in (cache_batch_idx, cache_leftpad, block_table))
+    if not (kernel is None or isinstance(kernel, str)):
+        registry.get(kernel)  # which refuses it; it may be no key of the choices that were made before
+    options["causal"] = check_flag("causal", options["causal"])
+    capacity = _check_caches(q, k_cache, v_cache, inputs.block_table)
+    seqused, batch_idx = contiguous(inputs.seqused_k), contiguous(inputs.batch_idx)
+    leftpad, table = contiguous(inputs.leftpad_k), contiguous(inputs.block_table)
+    if k_cache.shape[1:3] != v_cache.shape[1:3] or k_cache.shape[-1] != q.shape[-1]:
+        with ops.errors_by(NAMES):
+            check_sizes(inputs, varlen=False, paged=table is not None, batch=False)
     if table is None and batch_idx is None:
         k_cache, v_cache = _rows_of_batch(inputs)
     inputs = replace(
@@ -221,6 +223,8 @@ def attend_cache(
         advance = any(side >= 0 for side in window_sides(options["window_size"], options["causal"]))
         rotary = (_rows_contiguous(rotary_cos), _rows_contiguous(rotary_sin))
         update = Update(q, k_cache, v_cache, k, v, seqused, *rotary, batch_idx, table, rotary_interleaved, advance)
+        if not torch.compiler.is_compiling() and holds_numbers(seqused):
+            _check_lengths(update)
         return _append_and_attend(update, inputs, kernel, options)
 
 
@@ -258,14 +262,11 @@ def _check_before(update: Update, inputs: Inputs, kernel: str | None, options: d
 
 
 def _rows_of_batch(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The caches without what is beyond the batch of q; they are checked first where an error would show its size."""
+    """The caches without what is beyond the batch of q."""
     batch, k_cache, v_cache = inputs.q.shape[0], inputs.k, inputs.v
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.shape[0] < batch:
             raise ValueError(f"{name} has batch size {t.shape[0]} and q has {batch}; it must be at least that of q")
-    if k_cache.shape[1:3] != v_cache.shape[1:3]:
-        with ops.errors_by(NAMES):  # as rows that are chosen by index, of which the caches may have more than q
-            check_sizes(replace(inputs, batch_idx=k_cache), varlen=False, paged=False)
     if k_cache.shape[0] == v_cache.shape[0] == batch:
         return k_cache, v_cache
     return k_cache[:batch], v_cache[:batch]
@@ -281,14 +282,23 @@ def lengths_tensor(cache_seqlens: Any, q: Any, k_cache: Any, v_cache: Any, block
     Raises:
         TypeError, ValueError: it is no int, or is more than a sequence may have; or the caches are no caches.
     """
-    capacity = _check_caches(q, k_cache, v_cache, block_table)
+    check_length(cache_seqlens, _check_caches(q, k_cache, v_cache, block_table))
+    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def check_length(cache_seqlens: Any, capacity: int) -> None:
+    """Check one length for all sequences, of which :func:`whole_number` was taken.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is negative, or more than the rows that a sequence may have.
+    """
     if type(cache_seqlens) is not int:
         raise TypeError(
             f"cache_seqlens is {kind_of(cache_seqlens)}; it may be an int or an int32 torch.Tensor (batch,)"
         )
     if not 0 <= cache_seqlens <= capacity:
         raise ValueError(f"cache_seqlens is {cache_seqlens}; it may be 0 to {capacity}, the rows of k_cache")
-    return torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
 
 
 def _check_caches(q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> int:
@@ -300,9 +310,13 @@ def _check_caches(q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> int:
             raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank 4: ({axes})")
     if block_table is None:
         return k_cache.shape[1]
-    if not isinstance(block_table, torch.Tensor) or block_table.dim() != 2:
-        what = tuple(block_table.shape) if isinstance(block_table, torch.Tensor) else kind_of(block_table)
-        raise ValueError(f"block_table is {what}; it must be an int32 torch.Tensor of shape (batch, pages)")
+    if not isinstance(block_table, torch.Tensor):
+        raise TypeError(
+            f"block_table is {kind_of(block_table)}; it must be an int32 torch.Tensor of shape (batch, pages)"
+        )
+    check_strided("block_table", block_table)
+    if block_table.dim() != 2:
+        raise ValueError(f"block_table has shape {tuple(block_table.shape)}; it must be (batch, pages)")
     return k_cache.shape[1] * block_table.shape[1]
 
 
@@ -337,20 +351,29 @@ def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be ({', '.join(map(str, shape))})")
     if k.shape[1] > capacity:
         raise ValueError(f"k has {k.shape[1]} rows; it may have at most {capacity}, the rows of k_cache")
-    if not torch.compiler.is_compiling() and holds_numbers(seqused):
-        _check_room(seqused, k.shape[1], capacity, inputs.block_table is not None)
     if cos is not None:
         _check_rotary(q, cos, sin, capacity)
     return True
 
 
-def _check_room(lengths: torch.Tensor, count: int, capacity: int, paged: bool) -> None:
-    """Whether the new rows fit; only where that does not wait for a GPU."""
-    if lengths.is_cpu and bool(((lengths < 0) | (lengths > capacity - count)).any()):
+def _check_lengths(update: Update) -> None:
+    """Raise ValueError unless the new rows fit and the tables have the positions of q; only of lengths on the CPU."""
+    lengths, count, rows = update.cache_seqlens, update.k.shape[1], update.q.shape[1]
+    if not lengths.is_cpu:
+        return
+    most = update.capacity - count
+    if bool(((lengths < 0) | (lengths > most)).any()):
         raise ValueError(
-            f"cache_seqlens is {lengths.tolist()}; with {count} new rows it may be 0 to {capacity - count}, as "
-            f"{'block_table' if paged else 'k_cache'} holds {capacity}"
+            f"cache_seqlens is {lengths.tolist()}; with {count} new rows it may be 0 to {most}, as "
+            f"{'k_cache' if update.block_table is None else 'block_table'} holds {update.capacity}"
         )
+    if update.cos is not None and rows:
+        needed = int(lengths.max()) + (rows if update.advance else 1)
+        if update.cos.shape[0] < needed:
+            raise ValueError(
+                f"rotary_cos has {update.cos.shape[0]} positions; it must have at least {needed}, those of the "
+                f"{rows} rows of q from cache_seqlens {lengths.tolist()} on"
+            )
 
 
 def _check_tensor(name: str, t: Any, dtypes: tuple[torch.dtype, ...], q: torch.Tensor) -> None:

@@ -54,6 +54,8 @@ def scaled_dot_product_attention(
     """
     if enable_gqa is not False and enable_gqa is not True:
         enable_gqa = check_flag("enable_gqa", enable_gqa)
+    if is_causal is not False and is_causal is not True:
+        is_causal = check_flag("is_causal", is_causal)
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_strided(name, t)
         if t.dim() != query.dim() or t.dim() not in (3, 4):

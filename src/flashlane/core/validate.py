@@ -121,8 +121,10 @@ def axes_of(name: str, varlen: bool, paged: bool) -> tuple[str, ...]:
     return ("total", "heads", "head_dim") if varlen else ("batch", "seqlen", "heads", "head_dim")
 
 
-def check_sizes(inputs: Inputs, varlen: bool, paged: bool) -> None:
+def check_sizes(inputs: Inputs, varlen: bool, paged: bool, batch: bool = True) -> None:
     """Check that the shapes of q, k and v agree: head dims, numbers of heads, batch sizes, lengths of k and v.
+
+    Without ``batch`` k and v may have more batch elements than q; so they may where ``batch_idx`` chooses among them.
 
     Raises:
         ValueError: two sizes do not agree, one is 0 that may not be, or a head dim exceeds :data:`MAX_HEAD_DIM`.
@@ -142,7 +144,7 @@ def check_sizes(inputs: Inputs, varlen: bool, paged: bool) -> None:
         raise ValueError(
             f"k has {k.shape[-2]} heads and q has {q.shape[-2]}; the heads of q must be a multiple of those of k"
         )
-    if not (varlen or paged) and inputs.batch_idx is None:
+    if batch and not (varlen or paged) and inputs.batch_idx is None:
         for name, t in (("k", k), ("v", v)):
             if t.shape[0] != q.shape[0]:
                 raise ValueError(f"{name} has batch size {t.shape[0]} and q has {q.shape[0]}; they must be equal")
@@ -166,11 +168,20 @@ def check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], bo
 
 
 def check_longest(name: str, longest: Any) -> None:
-    """Raise ValueError for what cannot be the length of the longest sequence; a symbol may be any."""
-    if isinstance(longest, torch.SymInt):
-        return
-    if not isinstance(longest, int) or longest < 0:
-        raise ValueError(f"{name} is {longest!r}; it must be a whole number of at least 0")
+    """Check the length of the longest sequence, of which :func:`whole_number` was taken; a symbol may be any.
+
+    Raises:
+        TypeError: it is no int; True counts as 1, as in FlashAttention-2.
+        ValueError: it is negative.
+    """
+    if not isinstance(longest, torch.SymInt):
+        _check_count(name, longest, isinstance(longest, int))
+
+
+def _check_count(name: str, value: Any, whole: bool) -> None:
+    if not whole or value < 0:
+        kind = ValueError if whole else TypeError
+        raise kind(f"{name} is {value!r}; it must be a whole number of at least 0")
 
 
 def check_varlen(inputs: Inputs, contents: bool = True) -> tuple[int, int, int]:
@@ -309,9 +320,8 @@ def contiguous(t: Any) -> Any:
 
 
 def check_splits(num_splits: Any) -> None:
-    """Raise ValueError for what cannot be a number of splits."""
-    if type(num_splits) is not int or num_splits < 0:
-        raise ValueError(f"num_splits is {num_splits!r}; it must be a whole number of at least 0")
+    """Raise TypeError or ValueError for what cannot be a number of splits."""
+    _check_count("num_splits", num_splits, type(num_splits) is int)
 
 
 def check_modifier(
@@ -354,26 +364,42 @@ def check_modifier(
 
 
 def window_sides(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> tuple[int, int]:
-    """Left and right side of the window as a problem holds them: causal makes the right one 0."""
-    values = window_size.tolist() if isinstance(window_size, torch.Tensor) else window_size
-    whole = operator.index if isinstance(window_size, torch.Tensor) else _whole
+    """Left and right side of the window as a problem holds them: causal makes the right one 0.
+
+    Raises:
+        TypeError: it is of no numbers.
+        ValueError: it has not two, or they are no sides of a window.
+    """
+    if isinstance(window_size, torch.Tensor):
+        check_strided("window_size", window_size)
     try:
-        left, right = (whole(x) for x in values)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"window_size is {window_size!r}; it must be two whole numbers (left, right)") from None
+        if isinstance(window_size, torch.Tensor):
+            left, right = map(operator.index, window_size.tolist())
+        else:
+            left, right = map(_whole, window_size)
+    except (TypeError, ValueError, OverflowError, NotImplementedError) as error:  # the last: one that holds nothing
+        kind = ValueError if isinstance(error, ValueError | OverflowError) else TypeError
+        raise kind(f"window_size is {window_size!r}; it must be two whole numbers (left, right)") from None
     if min(left, right) < -1:
         raise ValueError(f"window_size is ({left}, {right}); each side must be at least 0, or -1 for unbounded")
     return min(left, FARTHEST), (0 if causal else min(right, FARTHEST))
 
 
 def _whole(value: Any) -> int:
-    """What equals a whole number as an int: a call that is like an earlier one is found by what equals its options."""
+    """What equals a whole number as an int: a call that is like an earlier one is found by what equals its options.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError, OverflowError: it is none that is whole.
+    """
     try:
         return operator.index(value)
     except TypeError:
         real = _real(value)
-        if int(real) != real:  # of a word, too
+        if isinstance(real, str | bytes):  # int() would read one
             raise
+        if int(real) != real:
+            raise ValueError from None
         return int(real)
 
 
