@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import RankPool, first_ranks
 
+from flashlane import flash_attn_func
+from flashlane.distributed import context_parallel_attn_func, token_indices
 from flashlane.distributed.ulysses import Heads
 
 
@@ -25,3 +31,47 @@ def test_every_call_has_as_many_query_heads_for_each_of_its_kv_heads(ranks: int)
                 assert read == [queries[head] // share for head in part], (heads, rank)
             of_all += queries
         assert of_all == list(range(heads.heads))
+
+
+TOKENS, DIM = 7, 8
+
+
+def tensors_of(heads: int) -> list[torch.Tensor]:
+    """q, k, v, sinks, logit_scale and the gradient of the output, the same in every process."""
+    generator = torch.Generator().manual_seed(heads)
+    q, k, v, do = (torch.randn(1, TOKENS, n, DIM, generator=generator) for n in (heads, 1, 1, heads))
+    return [q, k, v, torch.randn(heads, generator=generator), torch.rand(heads, generator=generator) + 0.5, do]
+
+
+def gradients_of_modifiers(ranks: int, heads: int, sink: float | None) -> list[list[float]]:
+    """The gradients of sinks and logit_scale, which alone require some; ``sink`` is what every head's is, if given."""
+    q, k, v, sinks, logit_scale, do = tensors_of(heads)
+    if sink is not None:
+        sinks.fill_(sink)
+    rows = token_indices(TOKENS, rank=dist.get_rank(), world_size=ranks)
+    named = {"sinks": sinks.requires_grad_(), "logit_scale": logit_scale.requires_grad_()}
+    parts = [t[:, rows] for t in (q, k, v)]
+    out = context_parallel_attn_func(
+        *parts, causal=True, group=first_ranks(ranks), method="ulysses", seqlen=TOKENS, **named
+    )
+    out.backward(do[:, rows])
+    return [t.grad.tolist() for t in named.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, heads", [(2, 1), (3, 2)])
+def test_a_rank_without_heads_takes_part_in_a_backward_of_modifiers_alone(
+    pool: RankPool, ranks: int, heads: int
+) -> None:
+    found = torch.tensor(pool.run(gradients_of_modifiers, ranks, heads, None, ranks=list(range(ranks))))
+    q, k, v, sinks, logit_scale, do = tensors_of(heads)
+    named = {"sinks": sinks.requires_grad_(), "logit_scale": logit_scale.requires_grad_()}
+    flash_attn_func(q, k, v, causal=True, **named).backward(do)
+    assert found[-1].count_nonzero() == 0, "the last rank has no head"
+    torch.testing.assert_close(found.sum(0), torch.stack([sinks.grad, logit_scale.grad]))
+
+
+@pytest.mark.slow
+def test_no_value_of_a_modifier_reaches_a_rank_without_heads(pool: RankPool) -> None:
+    found = pool.run(gradients_of_modifiers, 2, 1, math.nan, ranks=[0, 1])
+    assert found[1] == [[0.0], [0.0]]

@@ -579,7 +579,10 @@ class _Call:
             for first, second in self.parts
         ]
         if not results:
-            out = all_q.new_empty((*all_q.shape[:3], v.shape[-1])) + all_q.sum() * 0
+            # Gradients of 0, as of the queries: a backward exchanges on all ranks or on none. Sums of no values are 0
+            # whatever a modifier holds.
+            zero = sum((t.sum() for t in modifiers.heads(slice(0, 0)) if t is not None), all_q.sum())
+            out = all_q.new_empty((*all_q.shape[:3], v.shape[-1])) + zero
             results = [(out, all_q.new_empty((all_q.shape[0], 0, all_q.shape[1]), dtype=compute_dtype(q.dtype)))]
         out = results[0][0] if len(results) == 1 else torch.cat([each for each, _ in results], dim=2)
         if not self.returns_lse:
