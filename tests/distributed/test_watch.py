@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashlane.distributed import watch
+from flashlane.distributed import peer_memory, watch
 from flashlane.distributed.peer_memory import MOST_RANKS, watched
 from flashlane.distributed.watch import Watch
 
@@ -98,6 +98,28 @@ class _Messages:
 
     def late(self) -> str | None:
         return self.watch._watch.who_is_late()
+
+
+def test_what_is_pinned_lies_on_the_cpu_whatever_the_default_device(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        messages = _Messages(monkeypatch)
+        messages.watch.see()
+    assert messages.watch.ended.device.type == "cpu"
+    messages.end(0)
+    clock.now += 100
+    assert messages.late() is None
+
+    monkeypatch.setattr(peer_memory.GpuMemory, "_allocate", lambda *_: (torch.zeros(8), [64]))
+    monkeypatch.setattr(peer_memory, "_functions", lambda: (None,) * 4)
+    monkeypatch.setattr(peer_memory, "timeout_of", lambda *_: 10.0)
+    monkeypatch.setattr(peer_memory.launch, "stream_getter", lambda: int)
+    pinned: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: (pinned.append(t.device.type), t)[1])
+    with torch.device("meta"):
+        peer_memory.GpuMemory(SimpleNamespace(rank=0, size=1, group=None), torch.device("cuda", 0), 0)  # type: ignore[arg-type]
+    assert pinned == ["cpu"]
 
 
 def test_messages_that_do_not_end_are_late(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from flashlane.distributed.blocks import Block, phases_of
+from flashlane.distributed.cached import outside_modes
 
 FEW_BLOCKS = 4
 """Up to so many blocks each have a call; more of them are the packed sequences of one call."""
@@ -57,6 +58,7 @@ class _Index:
     """The document of each sequence; 0 for one without keys."""
 
     @classmethod
+    @outside_modes()  # calls of any mode read it later
     def of(cls, packed: Packed, device: torch.device) -> _Index:
         sequences = packed.sequences
         ranges = [range(block.k_first, block.k_stop) if block else range(0) for _, _, block in sequences]
@@ -87,12 +89,13 @@ class _Index:
         )
 
 
+@outside_modes()
 def rows_index(ranges: Iterable[range], device: torch.device) -> slice | torch.Tensor:
     """Rows as a slice if they are consecutive, else as a tensor of indices."""
     ranges = [each for each in ranges if len(each)]
     if all(one.stop == other.start for one, other in itertools.pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop) if ranges else slice(0, 0)
-    return torch.cat([torch.arange(each.start, each.stop) for each in ranges]).to(device)
+    return torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in ranges]).to(device)
 
 
 def take_rows(t: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:

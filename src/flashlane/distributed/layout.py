@@ -20,6 +20,8 @@ from typing import Literal, get_args
 
 import torch
 
+from flashlane.distributed.cached import cached_index
+
 Layout = Literal["zigzag", "contiguous", "striped"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 PLANS = 512
@@ -120,29 +122,33 @@ def check_layout(layout: str) -> None:
         raise ValueError(f"layout is {layout!r}; it may be one of {', '.join(map(repr, LAYOUTS))}")
 
 
-@functools.lru_cache(PLANS)
+@cached_index(PLANS)
 def token_indices(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
     """The index in the whole call of the token in each row of a rank's shard: int64 ``(rows,)``."""
     firsts = [0]
     for length in lengths:
         firsts.append(firsts[-1] + length)
     runs = runs_of(layout, lengths, ranks, rank)
-    return _joined(torch.arange(run.count) * run.step + (firsts[run.document] + run.start) for run in runs)
+    return _joined(_evenly(run, firsts[run.document] + run.start) for run in runs)
 
 
-@functools.lru_cache(PLANS)
+@cached_index(PLANS)
 def token_positions(layout: Layout, lengths: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
     """The position in its document of the token in each row of a rank's shard: int64 ``(rows,)``."""
     runs = runs_of(layout, lengths, ranks, rank)
-    return _joined(torch.arange(run.count) * run.step + run.start for run in runs)
+    return _joined(_evenly(run, run.start) for run in runs)
 
 
-@functools.lru_cache(PLANS)
+@cached_index(PLANS)
 def order_of_shards(layout: Layout, lengths: tuple[int, ...], ranks: int) -> torch.Tensor:
     """The row of each token of the call in the concatenation of all ranks' shards: int64 ``(tokens,)``."""
     return torch.argsort(_joined(token_indices(layout, lengths, ranks, rank) for rank in range(ranks)))
 
 
+def _evenly(run: Run, first: int) -> torch.Tensor:
+    return torch.arange(run.count, device="cpu") * run.step + first
+
+
 def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     found = list(parts)
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device="cpu")

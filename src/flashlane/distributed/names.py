@@ -112,7 +112,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     start = firsts[runs[0].document] if runs else 0
     stop = firsts[runs[-1].document] + k_lengths[-1] if runs else 0
     device = cu_seqlens.device if isinstance(cu_seqlens, torch.Tensor) else torch.device("cpu")
-    cu = [torch.tensor([0, *each]).cumsum(0).to(device, torch.int32) for each in (q_lengths, k_lengths)]
+    cu = [torch.tensor([0, *each], device="cpu").cumsum(0).to(device, torch.int32) for each in (q_lengths, k_lengths)]
     longest = [max(each, default=0) for each in (q_lengths, k_lengths)]
     return cu[0], cu[1], longest[0], longest[1], LocalKeys(start, stop, tuple(firsts))
 

@@ -227,7 +227,7 @@ class GpuMemory(PeerMemory):
         self._copy, self._write, self._wait, self._copy_2d = _functions()
         self._lines = _Lines(srcMemoryType=DEVICE_MEMORY, dstMemoryType=DEVICE_MEMORY)
         self._stream_of, self._index = launch.stream_getter(), device.index
-        words = torch.zeros(2, dtype=torch.int32).pin_memory()
+        words = torch.zeros(2, dtype=torch.int32, device="cpu").pin_memory()
         self.polled, self._ended = (self._addresses[ranks.rank], words.data_ptr()), words.data_ptr() + words.itemsize
         self._watch = Watch(self.timeout, *watched(words))
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from flashlane.distributed.blocks import blocks_of, needed_ranges
+from flashlane.distributed.cached import cached_index
 from flashlane.distributed.calls import Calls, rows_index
 from flashlane.distributed.layout import PLANS, Layout, Run, join_runs, rows_of, runs_of
 
@@ -71,17 +72,17 @@ def _joined_shard(division: Division, rank: int) -> tuple[Run, ...]:
     return join_runs(runs)
 
 
-@functools.lru_cache(PLANS)
+@cached_index(PLANS)
 def shard_order(division: Division, rank: int) -> torch.Tensor:
     """For each row of :meth:`Division.shard`, its row in the concatenated shards of the ranks that exchange heads."""
     runs, places = _members(division, rank)
     if not runs:
-        return torch.zeros(0, dtype=torch.int64)
-    order = torch.cat([torch.arange(each.start, each.stop) for each in places])
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
+    order = torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in places])
     if division.ranks > 1:
         return order
     longest = max(division.lengths)
-    keys = [torch.arange(run.count) * run.step + run.start + run.document * longest for run in runs]
+    keys = [torch.arange(run.count, device="cpu") * run.step + run.start + run.document * longest for run in runs]
     return order[torch.argsort(torch.cat(keys))]
 
 

@@ -95,7 +95,7 @@ class MessageWatch:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.device, self.count, self.lock = device, 0, threading.Lock()
-        self.ended = torch.zeros(SLOTS, dtype=torch.int32).pin_memory()
+        self.ended = torch.zeros(SLOTS, dtype=torch.int32, device="cpu").pin_memory()
         ended = self.ended.numpy()
         self._watch = Watch(timeout_of(group, device), lambda number: bool(ended[number % SLOTS] >= number))
 
