@@ -55,6 +55,19 @@ def test_each_shell_gets_its_script(shell, environment):
     assert in_shell(shell, script, environment).returncode == 0, "the shell reads it"
 
 
+def test_python_m_installs_the_completion_of_flashlane(environment, tmp_path):
+    """Not one of ``python``, which would have no other words from then on."""
+    if shutil.which("bash") is None:
+        pytest.skip("no bash here")
+    command = f"{sys.executable} -m flashlane --install-completion bash"
+    done = in_shell("bash", f"test $HOME = {tmp_path} && {command}", environment)
+    assert (tmp_path / ".bash_completions" / "flashlane.sh").is_file(), done.stdout + done.stderr
+    assert not list((tmp_path / ".bash_completions").glob("*python*"))
+    asked = 'source ~/.bash_completions/flashlane.sh; complete -p flashlane; complete -p python || echo "none of python"'
+    shown = in_shell("bash", asked, environment).stdout
+    assert shown.splitlines()[-1] == "none of python" and shown.splitlines()[0].endswith(" flashlane"), shown
+
+
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here (Debian: apt-get install fish)")
 @pytest.mark.parametrize(
     ("line", "offered"),

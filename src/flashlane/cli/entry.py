@@ -75,7 +75,8 @@ def _run() -> int:
     from flashlane.cli.main import app
 
     try:
-        status = get_command(app).main(standalone_mode=False)
+        # The name also under ``python -m flashlane``: a shell's completion is for it, and would else be for ``python``.
+        status = get_command(app).main(prog_name="flashlane", standalone_mode=False)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     except KeyboardInterrupt:
