@@ -1,5 +1,8 @@
 """Sizes, sweeps and the grid that they span."""
 
+import re
+
+import numpy
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from flashlane.bench.measure.grid import (
     parse_dtypes,
     parse_names,
     parse_window,
+    problems,
 )
 from flashlane.bench.measure.sizes import parse_sizes
 from flashlane.core.problem import AttentionProblem, Inputs
@@ -116,3 +120,39 @@ def test_windows():
     for text in ("512", "-2,0", "a,b", "1,2,3"):
         with pytest.raises(ValueError, match="--window is"):
             parse_window(text)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "kind", "message"),
+    [
+        ({"seqlen": 8.5}, TypeError, "seqlen is 8.5; it must be a whole number of at least 0"),
+        ({"seqlen": [8, True]}, TypeError, "seqlen is True; it must be a whole number of at least 0"),
+        ({"seqlen": "8"}, TypeError, "seqlen is '8'; it must be a whole number of at least 0"),
+        ({"seqlen": None}, TypeError, "seqlen is None; it must be a whole number of at least 0"),
+        ({"seqlen": -1}, ValueError, "seqlen is -1; it must be at least 0"),
+        ({"heads": 0}, ValueError, "heads is 0; it must be at least 1"),
+        ({"kv_heads": 2.0}, TypeError, "kv_heads is 2.0; it must be a whole number of at least 1"),
+        ({"causal": "abc"}, TypeError, "causal is 'abc'; it must be True or False"),
+        (
+            {"dtype": torch.int8},
+            TypeError,
+            "dtype is torch.int8; it may be one of torch.float16, torch.bfloat16, torch.float32, torch.float64",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(keywords, kind, message):
+    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        problems(**keywords)
+
+
+def test_make_problem_names_its_own_arguments():
+    with pytest.raises(TypeError, match=r"^seqlen_q is '8'; it must be a whole number of at least 0$"):
+        make_problem(1, 2, "8", 64)
+    with pytest.raises(TypeError, match=r"^causal is 2; it must be True or False$"):
+        make_problem(1, 2, 8, 64, causal=2)
+
+
+def test_numbers_of_numpy_are_sizes():
+    (found,) = problems(seqlen=numpy.int64(8), kv_heads=[None], causal=numpy.bool_(True))
+    assert found == problems(seqlen=8, causal=True)[0]
+    assert type(found.seqlen_q) is int and found.window_right == 0

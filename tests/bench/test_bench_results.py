@@ -14,7 +14,15 @@ import torch
 from flashlane.bench.measure import environment
 from flashlane.bench.measure.check import Verdict
 from flashlane.bench.measure.memory import Memory
-from flashlane.bench.measure.results import Results, Row, Skipped, check_writable, file_stem, write_atomically
+from flashlane.bench.measure.results import (
+    Results,
+    Row,
+    Skipped,
+    check_writable,
+    file_stem,
+    load_results,
+    write_atomically,
+)
 from flashlane.bench.measure.timing import summarise
 from flashlane.inspect.compile_report import Usage
 
@@ -111,6 +119,14 @@ def test_csv_has_a_line_for_every_row_and_every_skipped_one():
 
 def test_what_counts_as_failed():
     assert [row.tag for row in results().failed] == ["bad"]
+
+
+def test_a_folder_and_a_file_may_be_given_as_text(tmp_path):
+    written, _ = results().write(str(tmp_path), "some")
+    assert written == tmp_path / "some.json"
+    assert load_results(str(written)).to_json() == load_results(written).to_json() == results().to_json()
+    with pytest.raises(ValueError, match=r"^absent/file.json cannot be read: No such file or directory$"):
+        load_results("absent/file.json")
 
 
 def test_files_appear_together(tmp_path):

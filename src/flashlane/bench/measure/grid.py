@@ -12,8 +12,9 @@ import torch
 
 from flashlane.bench.measure.defaults import PAGE
 from flashlane.bench.measure.sizes import of_list
-from flashlane.core.problem import ALIGNMENTS, DTYPES, MAX_HEAD_DIM, Alignment, AttentionProblem
+from flashlane.core.problem import ALIGNMENTS, DTYPE_NAMES, DTYPES, MAX_HEAD_DIM, Alignment, AttentionProblem
 from flashlane.core.suggestions import suggest
+from flashlane.core.validate import check_flag, whole_number
 from flashlane.kernels.features import PAGED
 
 BASELINE_SHAPES = ((1, 8, 8192, 64), (2, 2, 4096, 64), (2, 2, 4096, 128), (4, 8, 2048, 128), (1, 1, 1024, 64))
@@ -68,6 +69,21 @@ def parse_window(text: str, name: str = "--window") -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def size(name: str, value: int, low: int = 1) -> int:
+    """A size that an argument gives.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is less than ``low``. The message has ``name``.
+    """
+    number = whole_number(value)
+    if type(number) is not int:
+        raise TypeError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+    if number < low:
+        raise ValueError(f"{name} is {number}; it must be at least {low}")
+    return number
+
+
 def make_problem(
     batch: int,
     heads: int,
@@ -94,23 +110,20 @@ def make_problem(
     rows). The lengths themselves belong to a :class:`~flashlane.bench.measure.inputs.Case`.
 
     Raises:
-        ValueError: a size or the alignment is not possible; the message names it.
+        TypeError: a size is no whole number, ``causal`` no yes or no, or ``dtype`` none that attention is computed of.
+        ValueError: a size or the alignment is not possible. The message names it.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    for name, value, low in (
-        ("batch", batch, 1),
-        ("heads", heads, 1),
-        ("kv_heads", kv_heads, 1),
-        ("seqlen_q", seqlen_q, 0),
-        ("seqlen_k", seqlen_k, 0),
-        ("head_dim", head_dim, 1),
-        ("head_dim_v", head_dim if head_dim_v is None else head_dim_v, 1),
-    ):
-        if value < low:
-            raise ValueError(f"{name} is {value}; it must be at least {low}")
-    if max(head_dim, head_dim_v or 0) > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {max(head_dim, head_dim_v or 0)}; it may be 1 to {MAX_HEAD_DIM}")
+    dim_v = head_dim if head_dim_v is None else head_dim_v
+    batch, heads, kv_heads = size("batch", batch), size("heads", heads), size("kv_heads", kv_heads)
+    seqlen_q, seqlen_k = size("seqlen_q", seqlen_q, 0), size("seqlen_k", seqlen_k, 0)
+    head_dim, dim_v = size("head_dim", head_dim), size("head_dim_v", dim_v)
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(f"dtype is {dtype!r}; it may be one of {', '.join(map(str, DTYPE_NAMES))}")
+    causal = check_flag("causal", causal)
+    if max(head_dim, dim_v) > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {max(head_dim, dim_v)}; it may be 1 to {MAX_HEAD_DIM}")
     if heads % kv_heads:
         raise ValueError(f"kv_heads is {kv_heads}, which does not divide heads {heads}; heads must be a multiple of it")
     if alignment not in ALIGNMENTS:
@@ -121,7 +134,6 @@ def make_problem(
         raise ValueError(f"page is {page} and layout {layout!r}; only layout 'paged' has pages")
     if layout == "paged" and (page < 1 or seqlen_k % page):
         raise ValueError(f"page is {page}; with layout 'paged' it must divide seqlen_k {seqlen_k}")
-    dim_v = head_dim if head_dim_v is None else head_dim_v
     return AttentionProblem(
         batch=batch,
         heads=heads,
@@ -161,14 +173,20 @@ def problems(
     queries.
 
     Raises:
-        ValueError: a size is not possible, or a dtype is unknown; the message names it.
+        TypeError: a size is no whole number, ``causal`` no yes or no, or ``dtype`` none that attention is computed of.
+        ValueError: a size is not possible, or a dtype is unknown. The message names the argument.
     """
 
     def several(value: object) -> tuple:
         return tuple(value) if isinstance(value, list | tuple | range) else (value,)
 
+    def sizes(name: str, value: object, low: int = 1) -> tuple[int | None, ...]:
+        as_queries = name in ("kv_heads", "seqlen_k")
+        return tuple(None if each is None and as_queries else size(name, each, low) for each in several(value))
+
     dtypes = tuple(d if isinstance(d, torch.dtype) else parse_dtypes(str(d), "dtype")[0] for d in several(dtype))
-    axes = [several(value) for value in (batch, heads, seqlen, head_dim, kv_heads, seqlen_k, causal)]
+    axes: list[tuple] = [sizes("batch", batch), sizes("heads", heads), sizes("seqlen", seqlen, 0)]
+    axes += [sizes("head_dim", head_dim), sizes("kv_heads", kv_heads), sizes("seqlen_k", seqlen_k, 0), several(causal)]
     return [
         make_problem(b, h, n, d, kind, kv_heads=hk, seqlen_k=nk, causal=masked)
         for kind in dtypes

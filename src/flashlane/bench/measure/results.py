@@ -10,6 +10,7 @@ import datetime
 import io
 import json
 import math
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -151,8 +152,9 @@ class Results:
             return None
         return frame[["problem", "tag", "status", "ms", "tflops", "speedup", "max_error"]].to_html(index=False)
 
-    def write(self, directory: Path, stem: str | None = None) -> tuple[Path, Path]:
+    def write(self, directory: str | os.PathLike[str], stem: str | None = None) -> tuple[Path, Path]:
         """Write ``<stem>.json`` and ``<stem>.csv``, each replaced as a whole; returns the two paths."""
+        directory = Path(directory)
         stem = stem or file_stem(str(self.environment.get("device", "device")))
         json_path, csv_path = directory / f"{stem}.json", directory / f"{stem}.csv"
         write_atomically(json_path, self.to_json())
@@ -188,13 +190,13 @@ def check_writable(directory: Path, name: str = "--out") -> None:
         ) from None
 
 
-def load_results(path: Path) -> Results:
+def load_results(path: str | os.PathLike[str]) -> Results:
     """The results in a file that the bench wrote.
 
     Raises:
         ValueError: the file cannot be read, is damaged, or is not a results file; the message names it.
     """
-    return results_of(read_json(path), str(path))
+    return results_of(read_json(Path(path)), str(path))
 
 
 def read_json(path: Path) -> Any:
