@@ -63,9 +63,7 @@ def test_python_m_installs_the_completion_of_flashlane(environment, tmp_path):
     done = in_shell("bash", f"test $HOME = {tmp_path} && {command}", environment)
     assert (tmp_path / ".bash_completions" / "flashlane.sh").is_file(), done.stdout + done.stderr
     assert not list((tmp_path / ".bash_completions").glob("*python*"))
-    asked = (
-        'source ~/.bash_completions/flashlane.sh; complete -p flashlane; complete -p python || echo none'
-    )
+    asked = "source ~/.bash_completions/flashlane.sh; complete -p flashlane; complete -p python || echo none"
     shown = in_shell("bash", asked, environment).stdout
     assert shown.splitlines()[-1] == "none" and shown.splitlines()[0].endswith(" flashlane"), shown
 

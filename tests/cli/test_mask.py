@@ -81,6 +81,12 @@ WRONG = {
     "NAME is missing": ["--show"],
     "--window is 'a'; it is whole numbers with commas: 512,0": ["chunks", "--window", "a"],
     "--N is 63; block diffusion has each token twice": ["block-diffusion", "--N", "63"],
+    "--window is -3; keys to the left and to the right are numbers of at least 0": ["sliding-window", "--window=-3"],
+    "--window is 3,-1; keys to the left and to the right": ["sliding-window", "--window", "3,-1"],
+    "--window is 0; for each axis of grid 64 it has a number": ["neighbourhood-1d", "--window", "0"],
+    "--window is 2; for each axis of grid 8,8 it has a number": ["neighbourhood-2d", "--window", "2"],
+    "--window is 3,9; for each axis of grid 8,8 it has a number": ["neighbourhood-2d", "--window", "3,9"],
+    "--grid is -8,-8; its numbers must be at least 1": ["neighbourhood-2d", "--grid=-8,-8"],
     "parents and lengths go together": ["prefix-tree", "--parents=-1,0"],
 }
 

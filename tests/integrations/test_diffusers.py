@@ -133,6 +133,8 @@ def test_names_and_arguments_that_cannot_be() -> None:
         attention(q, q[:, :, :1], q[:, :, :1])
     with pytest.raises(TypeError, match=r"key has dtype torch\.float64"):
         attention(q, q.double(), q)
+    with pytest.raises(TypeError, match=r"^attn_mask is a list; it must be a torch.Tensor or None$"):
+        attention(q, q, q, attn_mask=[1])
 
 
 @pytest.mark.parametrize("wrong", [None, torch.zeros(2, 3, 4)])

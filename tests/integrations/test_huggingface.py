@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -374,6 +375,34 @@ def test_errors() -> None:
     one = two[:1]
     with pytest.raises(ValueError, match="cu_seq_lens_q is given without max_length_q and max_length_k"):
         huggingface.attention(layer(), one, one, one, None, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scaling": "a"}, "scaling is 'a'; it must be a number"),
+        ({"dropout": 2.0}, "dropout is 2.0; "),
+        ({"attention_mask": [1]}, "attention_mask is a list; it must be a torch.Tensor"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 2)}, "attention_mask has shape (1, 1, 3, 2)"),
+        ({"position_bias": torch.zeros(1, 2, 3, 2)}, "position_bias has shape (1, 2, 3, 2)"),
+        (
+            {"position_bias": torch.zeros(1, 2, 3, 2), "attention_mask": torch.zeros(1, 1, 3, 2)},
+            "position_bias + attention_mask has shape (1, 2, 3, 2)",
+        ),
+        ({"s_aux": torch.zeros(5)}, "s_aux has shape (5,)"),
+    ],
+)
+def test_errors_call_arguments_as_a_layer_does(given: dict[str, Any], message: str) -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(message)}"):
+        huggingface.attention(layer(), q, q, q, **{"attention_mask": None, **given})
+
+
+def test_errors_of_packed_sequences_call_arguments_as_a_layer_does() -> None:
+    q, cu = torch.randn(1, 2, 3, 8), torch.tensor([0, 4])
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 4, "max_length_k": 4}
+    with pytest.raises(ValueError, match=r"^cu_seq_lens_q "):
+        huggingface.attention(layer(), q, q, q, None, **lengths)
 
 
 def test_what_the_page_says_of_models_that_do_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,8 @@ def _window(p: Parameters) -> Mask:
     window = p.window or (max(1, p.tokens // 5), 0)
     if len(window) > 2:
         raise ValueError(f"window is {window}; it may be one or two numbers: keys to the left and to the right")
+    if min(window) < 0:
+        raise ValueError(f"window is {window}; keys to the left and to the right are numbers of at least 0")
     left, right = (*window, 0)[:2]
     return masks.sliding_window(left, right, p.first)
 
@@ -148,11 +150,16 @@ def _neighbourhood(axes: int) -> Callable[[Parameters], Mask]:
         window = p.window or tuple(max(1, n // 2) for n in grid)
         if len(grid) != axes:
             raise ValueError(f"grid is {grid}; it must have {axes} numbers")
+        if min(grid) < 1:
+            raise ValueError(f"grid is {grid}; its numbers must be at least 1")
         product = 1
         for n in grid:
             product *= n
         if product != p.tokens:
             raise ValueError(f"grid is {grid}, which are {product} tokens; there are {p.tokens}")
+        if len(window) != axes or any(not 1 <= w <= n for w, n in zip(window, grid)):
+            of_grid = ",".join(map(str, grid))
+            raise ValueError(f"window is {window}; for each axis of grid {of_grid} it has a number, 1 to the axis's")
         return masks.neighbourhood(grid, window)
 
     return make

@@ -102,7 +102,7 @@ def attention(
         raise ValueError(
             f"key has {key.shape[2]} heads and query has {query.shape[2]}; they may differ only when enable_gqa is True"
         )
-    if attn_mask is not None and attn_mask.dim() == 2 and tuple(attn_mask.shape) == (query.shape[0], key.shape[1]):
+    if isinstance(attn_mask, torch.Tensor) and tuple(attn_mask.shape) == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     inputs = Inputs(query, key, value, bias=bias_of(attn_mask, query))
     options = {"causal": is_causal, "scale": scale, "window_size": window_size, "dropout_p": dropout_p}

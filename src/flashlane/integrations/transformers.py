@@ -19,7 +19,7 @@ import torch
 
 from flashlane.core import registry
 from flashlane.core.problem import Inputs, wants_grad
-from flashlane.core.validate import check_number
+from flashlane.core.validate import check_number, check_strided
 from flashlane.integrations import transformers_padding as padded
 from flashlane.ops import call as ops
 
@@ -28,6 +28,18 @@ MODIFIERS = ("position_bias", "softcap", "s_aux")
 """Arguments of a layer's attention that modify scores."""
 WITH_SINKS = ("gpt_oss",)
 """Types of models whose layers pass ``s_aux``; no entry of their configuration says so."""
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "scale": "scaling",
+    "dropout_p": "dropout",
+    "sinks": "s_aux",
+    "cu_seqlens_q": "cu_seq_lens_q",
+    "cu_seqlens_k": "cu_seq_lens_k",
+    "max_seqlen_q": "max_length_q",
+    "max_seqlen_k": "max_length_k",
+}
 _BIAS = "_flashlane_bias"
 """The attribute of a mask that keeps it in additive form for the layers after the first."""
 
@@ -142,7 +154,10 @@ def attention(
             options["window_size"] = (ranges.window - 1, 0)
     else:
         inputs = replace(inputs, bias=_bias(attention_mask, position_bias, query, key.shape[2]))
-    out, _ = ops.attend(inputs, **options)
+    bias = "attention_mask" if position_bias is None else "position_bias"
+    if attention_mask is not None and position_bias is not None:
+        bias = "position_bias + attention_mask"
+    out, _ = ops.attend(inputs, names={**_NAMES, "bias": bias}, **options)
     return out.contiguous(), None
 
 
@@ -180,7 +195,7 @@ def _packed(
         max_seqlen_q=int(others["max_length_q"]),
         max_seqlen_k=int(others["max_length_k"]),
     )
-    out, _ = ops.attend(inputs, **{**options, "alignment": "bottom-right"})
+    out, _ = ops.attend(inputs, names=_NAMES, **{**options, "alignment": "bottom-right"})
     return out.unsqueeze(0).contiguous()
 
 
@@ -190,6 +205,7 @@ def _bias(
     """The tensor that is added to the scores for a mask and a position bias; None for neither."""
     if mask is None:
         return position_bias
+    check_strided("attention_mask", mask)
     if mask.shape[-1] > seqlen_k:  # some models pass a mask for more keys than exist so far
         mask = mask[..., :seqlen_k]
     if mask.dtype == torch.bool:
