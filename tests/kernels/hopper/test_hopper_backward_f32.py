@@ -142,6 +142,19 @@ def test_launches_write_tensors_in_f32(
     next(installed, None)
 
 
+@pytest.mark.parametrize("f32_dq", [False, True])
+def test_a_window_that_hides_nothing_is_none_of_a_ranks_launch(f32_dq: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the kernel's functions asks for the launch: it has the code and the work of a call without one."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    wide, shapes = replace(CAUSAL, window_left=5000), (torch.Size((2, 4096, 8, 128)), torch.Size((2, 4096, 2, 128)))
+    config = backward.config_of_rank(wide, None, f32_dq)
+    assert config is not None and config == backward.config_of_rank(CAUSAL, None, f32_dq)
+    assert config != backward.config_of_rank(replace(CAUSAL, window_left=4094), None, f32_dq)
+    prepared, plain = (backward.prepared_of_rank(each, None, f32_dq, *shapes, 0) for each in (wide, CAUSAL))
+    assert prepared.config == config and prepared.problem == CAUSAL and prepared.schedule == plain.schedule
+    backward.prepared_of_rank.cache_clear()
+
+
 def test_a_kernel_writes_none_in_f32_unless_it_says_so() -> None:
     call = SimpleNamespace(), None, None, None
     assert BackwardKernel.run_f32(backward.KERNEL, CAUSAL, *call, f32_dq=True) is None

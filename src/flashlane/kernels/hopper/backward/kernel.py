@@ -87,10 +87,30 @@ def prepared_of(
         raise NotImplementedError(f"the Hopper backward cannot run {problem.describe()}: {reason}")
     problem = problem.with_hiding_sides
     config = (config or tuned_config(problem)).specialised(problem)
+    return _prepared(config, problem, None, q_shape, k_shape, device)
+
+
+def _prepared(
+    config: GradientConfig,
+    problem: AttentionProblem,
+    ranges: QueryRanges | None,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    device: int,
+) -> PreparedBackward:
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    total = (q_shape[0], k_shape[0]) if problem.varlen else None
-    schedule = select.DESIGNS[config.design].schedule(config, problem, sms, total=total)
-    return PreparedBackward(config, schedule, problem, q_shape, k_shape, device)
+    if isinstance(config, OneCtaConfig) and ranges is not None:
+        schedule = one_cta_schedule(config, problem, sms, ranges)
+    else:
+        total = (q_shape[0], k_shape[0]) if problem.varlen else None
+        schedule = select.DESIGNS[config.design].schedule(config, problem, sms, total=total)
+    return PreparedBackward(config, schedule, problem, q_shape, k_shape, device, ranges=ranges)
+
+
+def _of_rank(problem: AttentionProblem, ranges: QueryRanges | None) -> AttentionProblem:
+    """The problem that a rank's launch computes. Each of two ranges has an alignment of its own, by which a side of
+    the window may hide a key that it does not hide in the problem."""
+    return problem.with_hiding_sides if ranges is None else problem
 
 
 @memoised
@@ -107,6 +127,7 @@ def config_of_rank(
     """
     if supports(problem) is not None:
         return None
+    problem = _of_rank(problem, ranges)
     config = tuned_config(problem).specialised(problem).for_sums(f32_dq)
     if ranges is None:
         return config
@@ -127,15 +148,7 @@ def prepared_of_rank(
 ) -> PreparedBackward | None:
     """What calls of a rank's share of one problem have in common; None where there is no such launch."""
     config = config_of_rank(problem, ranges, f32_dq)
-    if config is None:
-        return None
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    if isinstance(config, OneCtaConfig) and ranges is not None:
-        schedule = one_cta_schedule(config, problem, sms, ranges)
-    else:
-        total = (q_shape[0], k_shape[0]) if problem.varlen else None
-        schedule = select.DESIGNS[config.design].schedule(config, problem, sms, total=total)
-    return PreparedBackward(config, schedule, problem, q_shape, k_shape, device, ranges=ranges)
+    return None if config is None else _prepared(config, _of_rank(problem, ranges), ranges, q_shape, k_shape, device)
 
 
 @memoised
@@ -308,7 +321,7 @@ class HopperBackward(BackwardKernel, CompiledKernel):
         self, problem: AttentionProblem, inputs: Inputs, *call: Any, f32_dq: bool, forward: Kernel | None = None
     ) -> Gradients | None:
         check_gradient_inputs(problem, inputs, *call)
-        problem, q, k = problem.with_hiding_sides, inputs.q, inputs.k
+        q, k = inputs.q, inputs.k
         prepared = prepared_of_rank(problem, None, f32_dq, q.shape, k.shape, q.device.index)
         return None if prepared is None else _run(prepared, problem, inputs, *call)
 
