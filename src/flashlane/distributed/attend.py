@@ -88,6 +88,7 @@ def prepare(
 
 @functools.lru_cache(PLANS)
 def _with_grad(problem: AttentionProblem, strides: object, needs_grad: bool) -> AttentionProblem:
+    # ``strides`` are in the cache's key: problems that differ in them alone are equal, and are launched differently.
     return replace(problem, needs_grad=needs_grad)
 
 
@@ -134,11 +135,7 @@ def fresh(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = 
     dtype = like.dtype if dtype is None else dtype
     if not like.is_cuda:
         return like.new_empty(shape, dtype=dtype)
-    strides, step = [1] * len(shape), 1
-    for axis in range(len(shape) - 1, -1, -1):
-        strides[axis] = step
-        step *= shape[axis] or 1
-    return launch.allocator(like.device)(tuple(shape), tuple(strides), dtype)
+    return launch.allocator(like.device)(tuple(shape), launch.packed(shape), dtype)
 
 
 def empty_out(q: torch.Tensor, head_dim_v: int, calls: Calls) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,32 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 _INT = frozenset({int})
 
 
+class Where(NamedTuple):
+    """What a call says of the ranks and of the tokens that each has, as it was given."""
+
+    group: Any
+    method: Any
+    layout: Any
+
+
+class Refused(NamedTuple):
+    """Arguments that may only have one value, as they were given. All ranks are told of another one, as of all that is
+    wrong on a rank, so that none waits for it."""
+
+    dropout_p: Any
+    return_attn_probs: Any
+    attn_bias: Any
+    lacks_cu_seqlens: bool = False
+
+
 def key_of_call(
     inputs: Inputs,
     modifiers: Modifiers,
     cu_seqlens: Any,
     seqlen: Any,
-    where: dict[str, Any],
+    where: Where,
     options: dict[str, Any],
-    refused: dict[str, Any],
+    refused: Refused,
     *more: bool,
 ) -> Key | None:
     """Everything that the checks of a call read, and ``more``; None if that has no key, or if the call is refused.
@@ -34,12 +52,12 @@ def key_of_call(
     The first item has the process groups.
     """
     try:
-        if any(value is not None and value is not False and value != 0.0 for value in refused.values()):
+        if any(value is not None and value is not False and value != 0.0 for value in refused):
             return None
         tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
         return (
-            (dist.group.WORLD,) if where["group"] is None else _groups(where["group"]),
-            _frozen(where["method"]), _frozen(where["layout"]), _frozen(seqlen), type(seqlen),
+            (dist.group.WORLD,) if where.group is None else _groups(where.group),
+            _frozen(where.method), _frozen(where.layout), _frozen(seqlen), type(seqlen),
             None if cu_seqlens is None else _lengths(cu_seqlens),
             *[value if type(value) in _PLAIN else _frozen(value) for value in options.values()],
             tuple(map(type, options.values())), torch.is_grad_enabled(), *more,

@@ -31,7 +31,7 @@ from flashlane.core.validate import (
 from flashlane.distributed.agree import agree, agree_on_grid
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
-from flashlane.distributed.call_key import Key, forget_destroyed, key_of_call
+from flashlane.distributed.call_key import Key, Refused, Where, forget_destroyed, key_of_call
 from flashlane.distributed.comm import Grid, Group, Ranks, label_of
 from flashlane.distributed.copies import half_of_call
 from flashlane.distributed.gather import Task
@@ -127,11 +127,11 @@ def context_parallel_attn_func(
         NotImplementedError: no method computes this combination; the message names the argument.
         RuntimeError: a rank did not answer within the group's timeout.
     """
-    refused = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
+    refused = Refused(dropout_p, return_attn_probs, attn_bias)
     options = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
     how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
     how["return_lse"] = return_lse
-    where = {"group": group, "method": method, "layout": layout}
+    where = Where(group, method, layout)
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
     out, lse = _attend((q, k, v), modifiers, None, seqlen, where, {**options, **how}, refused)
     return (out, lse) if return_lse else out
@@ -179,12 +179,11 @@ def context_parallel_attn_varlen_func(
     Returns:
         out ``(rows, h, dv)``; with ``return_lse`` (out, lse), the LSE ``(h, rows)``.
     """
-    refused = {"dropout_p": dropout_p, "return_attn_probs": return_attn_probs, "attn_bias": attn_bias}
-    refused["no cu_seqlens"] = cu_seqlens is None
+    refused = Refused(dropout_p, return_attn_probs, attn_bias, lacks_cu_seqlens=cu_seqlens is None)
     options = {"causal": causal, "window_size": window_size, "softcap": softcap, "softmax_scale": softmax_scale}
     how = {"deterministic": deterministic, "kernel": kernel, "heads_k_stride": heads_k_stride, "transport": transport}
     how["return_lse"] = return_lse
-    where = {"group": group, "method": method, "layout": layout}
+    where = Where(group, method, layout)
     modifiers = Modifiers(alibi_slopes, sinks, logit_scale)
     out, lse = _attend((q, k, v), modifiers, cu_seqlens, None, where, {**options, **how}, refused)
     return (out, lse) if return_lse else out
@@ -254,9 +253,9 @@ def _attend(
     modifiers: Modifiers,
     cu_seqlens: torch.Tensor | Sequence[int] | None,
     seqlen: int | None,
-    where: dict[str, Any],
+    where: Where,
     options: dict[str, Any],
-    refused: dict[str, Any],
+    refused: Refused,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     inputs = torch_rules.autocast(Inputs(*qkv))
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -285,12 +284,12 @@ def _checked(
     modifiers: Modifiers,
     cu_seqlens: Any,
     seqlen: Any,
-    where: dict[str, Any],
+    where: Where,
     options: dict[str, Any],
-    refused: dict[str, Any],
+    refused: Refused,
 ) -> _Call:
     """The call, after its arguments were checked here and compared with those of the other ranks."""
-    grid = Grid.of(where["group"])
+    grid = Grid.of(where.group)
     device = inputs.q.device if isinstance(inputs.q, torch.Tensor) else torch.device("cpu")
     error: Exception | None = None
     call: tuple[Division, Settings, Method] | None = None
@@ -349,16 +348,16 @@ def explain_transport(group: Group = None, device: torch.device | None = None) -
     return "copies", "all ranks are on one host, and their GPUs reach each other's memory"
 
 
-def _refuse(refused: dict[str, Any]) -> None:
-    if refused.get("no cu_seqlens"):
+def _refuse(refused: Refused) -> None:
+    if refused.lacks_cu_seqlens:
         raise TypeError("cu_seqlens is None; it must be whole numbers, (documents + 1,)")
-    if refused["dropout_p"]:
+    if refused.dropout_p:
         raise NotImplementedError(
-            f"dropout_p is {refused['dropout_p']!r}; context parallelism has no dropout: it must be 0"
+            f"dropout_p is {refused.dropout_p!r}; context parallelism has no dropout: it must be 0"
         )
-    if refused["return_attn_probs"]:
+    if refused.return_attn_probs:
         raise NotImplementedError("return_attn_probs is True; context parallelism returns the LSE with return_lse=True")
-    if refused["attn_bias"] is not None:
+    if refused.attn_bias is not None:
         raise NotImplementedError("attn_bias is given; context parallelism has no bias: it must be None")
 
 
@@ -390,13 +389,13 @@ def _checked_call(
     inputs: Inputs,
     modifiers: Modifiers,
     lengths: tuple[int, ...],
-    where: dict[str, Any],
+    where: Where,
     options: dict[str, Any],
     grid: Grid,
 ) -> tuple[Division, Settings, Method]:
     causal, deterministic, _ = (check_flag(name, options[name]) for name in ("causal", "deterministic", "return_lse"))
     left, right = window_sides(options["window_size"], causal)
-    layout, method, positional = where["layout"], where["method"], modifiers.positional
+    layout, method, positional = where.layout, where.method, modifiers.positional
     check_layout(layout)
     check_method(method)
     if options["kernel"] is not None:

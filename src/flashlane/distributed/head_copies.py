@@ -11,7 +11,7 @@ Nothing but copies of the driver moves data, since a kernel of another kind migh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -259,7 +259,7 @@ class HeadCopies(torch.autograd.Function):
                     outs.append(q.new_empty((1, task.tokens, heads, v.shape[-1])))
                     lses.append(q.new_empty((1, heads, task.tokens), dtype=compute_dtype(q.dtype)))
             done = []
-            for group, stream in _arriving(task, groups, exchanges[0], streams):
+            for group, stream in _arriving(groups, exchanges[0], streams):
                 with streams.on(stream):
                     queries, keys, values = groups[group].blocks
                     launch = task.launch(group, queries, keys, values, outs[group])
@@ -287,7 +287,7 @@ class HeadCopies(torch.autograd.Function):
         groups = _bring(task, (q, k, v, do), exchanges[0], streams, True)
         gradients, done = [], []
         with torch_rules.no_autocast(q):
-            for group, stream in _arriving(task, groups, exchanges[0], streams):
+            for group, stream in _arriving(groups, exchanges[0], streams):
                 with streams.on(stream):
                     queries, keys, values, of_out = groups[group].blocks
                     dq = torch.empty_like(queries)
@@ -342,8 +342,8 @@ def _bring(
     return groups
 
 
-def _arriving(task: HeadTask, groups: list[_Group], exchange: Exchange, streams: CallStreams) -> Any:
-    """Each group with the stream that computes it, whose later work waits for the group."""
+def _arriving(groups: list[_Group], exchange: Exchange, streams: CallStreams) -> Iterator[tuple[int, int]]:
+    """The number of each group and of the stream that computes it, whose later work waits for the group."""
     for group, each in enumerate(groups):
         stream = group % COMPUTE_STREAMS
         streams.wait(stream, each.own)

@@ -188,7 +188,7 @@ def backward(
         ds = p * (of_out @ problem.operand(v, tile).mT - delta[at].unsqueeze(-1))
         inputs = {"score": scaled, **tile.places}
         if loads:
-            _add_captured(problem, tile, loads, inputs | {"grad": torch.where(p > 0, ds, 0)}, captured)
+            _add_captured(problem, loads, inputs | {"grad": torch.where(p > 0, ds, 0)}, captured)
         if not operands:
             continue
         slope = problem.program.derivative
@@ -227,7 +227,6 @@ def loads_of(program: Program) -> list[tuple[Expression, Expression]]:
 
 def _add_captured(
     problem: Problem,
-    tile: _Tile,
     loads: list[tuple[Expression, Expression]],
     inputs: dict[str, torch.Tensor],
     totals: list[torch.Tensor | None],

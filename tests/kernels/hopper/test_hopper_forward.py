@@ -253,9 +253,8 @@ def test_slopes_of_another_call_leave_nothing_behind(launches: Launches) -> None
 def test_packed_queries_are_where_the_map_says() -> None:
     """Row r of a tile is query r / pack of head r % pack: the map's arithmetic on a transposed tensor."""
     q = torch.arange(2 * 8 * 5 * 16, dtype=torch.float32).view(2, 8, 5, 16).transpose(1, 2)
-    problem = replace(problem_of(), batch=2, heads=8, kv_heads=2, seqlen_q=5, head_dim=16)
     config = HopperConfig("f16", 16, 16, 64, consumers=1, packed_heads=4, pack_gqa=4)
-    sizes, strides, box = forward_launch.query_map(config, problem, tuple(q.shape), q.stride())
+    sizes, strides, box = forward_launch.query_map(config, tuple(q.shape), q.stride())
     assert sizes == (16, 4, 5, 2, 2) and box == (64, 4, 16, 1, 1)
     flat = q.as_strided((q.numel(),), (1,))
     for column, packed, row, tile_head, batch in ((0, 0, 0, 0, 0), (15, 3, 4, 1, 1), (2, 1, 3, 1, 0)):

@@ -119,9 +119,7 @@ MapShape = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Sizes, strides in elements and box of a tensor map."""
 
 
-def query_map(
-    config: HopperConfig, problem: AttentionProblem, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> MapShape:
+def query_map(config: HopperConfig, shape: tuple[int, ...], stride: tuple[int, ...]) -> MapShape:
     """q as (column, packed head, row, tile head, batch); a box is the rows of a tile, a chunk of columns wide.
 
     Rows of no head are outside the tensor, and TMA fills them with zeros.
@@ -209,7 +207,7 @@ class PreparedForward:
         _check_output(problem, q_shape, out_shape, out_stride)
         v_shape = (*k_shape[:-1], problem.head_dim_v)
         keys, values = key_map(config, k_shape, k_stride), key_map(config, v_shape, v_stride)
-        maps = query_map(config, problem, q_shape, q_stride), keys, values
+        maps = query_map(config, q_shape, q_stride), keys, values
         # Without keys nothing is loaded, and the map of q serves for all.
         self.maps = maps if k_shape.numel() > 0 else maps[:1] * 3
         self.operands = (0, 1, 2) if k_shape.numel() > 0 else (0, 0, 0)
