@@ -482,3 +482,15 @@ def test_a_call_on_a_device_without_kernels_says_so() -> None:
     q = torch.empty(1, 2, 16, 8, device="meta")
     with pytest.raises(NotImplementedError, match="no kernel of flashlane runs this call"):
         flashlane.flex_attention(q, q, q)
+
+
+@pytest.mark.parametrize("of_output", [torch.clone, torch.sin])
+def test_a_second_derivative_is_refused_and_not_left_out(of_output: Callable[..., torch.Tensor]) -> None:
+    """Of a linear function of the output, too, whose gradient needs none."""
+    q = torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True)
+    out = flashlane.flex_attention(q, q, q)
+    (first,) = torch.autograd.grad(of_output(out).sum(), q, create_graph=True)
+    torch.testing.assert_close(first, torch.autograd.grad(of_output(out).sum(), q, retain_graph=True)[0])
+    message = "^flex_attention has no second derivative: it can be differentiated once$"
+    with pytest.raises(NotImplementedError, match=message):
+        (out.sum() + first.square().sum()).backward()

@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from flashlane.core.arch import arch_of
+from flashlane.core.once import differentiated_once
 from flashlane.core.validate import check_number, kind_of
 from flashlane.flex import packed, reference, repeats, windows
 from flashlane.flex.bind import bind
@@ -358,7 +359,7 @@ class _Attention(torch.autograd.Function):
         return out, lse, largest
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once("flex_attention")
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
         return None, None, *_gradients(ctx.call, out, lse, do, dlse, tensors, list(ctx.needs_input_grad)[2:])
@@ -454,7 +455,7 @@ class _Repeated(torch.autograd.function._SingleLevelFunction):
         return results if wants_lse else results[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once("flex_attention")
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None = None) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
         needs_grad = list(ctx.needs_input_grad)[3:]
