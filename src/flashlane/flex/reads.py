@@ -1,12 +1,13 @@
-"""Watches a function while it is traced: what it reads into Python, and how it indexes tensors."""
+"""Watches a function while it is traced: what it reads into Python, how it indexes tensors, where gradients are off."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _READING = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
@@ -23,6 +24,8 @@ class Reads:
         """Whether it read an element into Python."""
         self.last = ""
         """The last operator that it called."""
+        self.gradients_off = False
+        """Whether it is in a ``torch.no_grad()`` of its own."""
 
     def seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, watched where it is called."""
@@ -30,7 +33,10 @@ class Reads:
 
         class OfFunctions(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                reads.values |= getattr(func, "__name__", "") in _READING
+                name = getattr(func, "__name__", "")
+                reads.values |= name in _READING
+                if name == "_set_grad_enabled":  # of torch.no_grad, enable_grad and set_grad_enabled
+                    reads.gradients_off = not args[0]
                 if func is torch.Tensor.__getitem__ and (parts := reads.parts(*args)) is not None:
                     return torch.ops.aten.index.Tensor(*parts)
                 if func in (torch.take, torch.Tensor.take) and len(args) == 2:  # by an i32 index, too
@@ -41,13 +47,44 @@ class Reads:
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 reads.last = str(func)
                 reads.values |= getattr(func, "name", str)().split(".")[0] in _READING_OPERATORS
-                return func(*args, **(kwargs or {}))
+                found = func(*args, **(kwargs or {}))
+                return reads.without_gradients(func, args, found) if reads.are_gradients_off() else found
 
         def watched(*arguments: torch.Tensor) -> torch.Tensor:
             with OfFunctions(), OfOperators():
                 return function(*arguments)
 
         return watched
+
+    def are_gradients_off(self) -> bool:
+        """Whether autograd would not record an operation that the function calls now.
+
+        In the ``forward`` of an autograd.Function it records none either, but what the Function returns has a gradient.
+        That one turns forward-mode differentiation off, too.
+        """
+        if self.kind != "score_mod":  # a mask has no gradient
+            return False
+        off = not torch.is_grad_enabled() and torch._C._is_fwd_grad_enabled()
+        return off or self.gradients_off or torch.is_inference_mode_enabled()
+
+    def without_gradients(self, func: Any, args: Sequence[Any], found: Any) -> Any:
+        """The results of an operation, as nodes of the graph that have no gradient.
+
+        Raises:
+            NotImplementedError: it writes to a tensor that has a gradient, which autograd would leave as it was.
+        """
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable:
+            if any(isinstance(t, torch.Tensor) and t.requires_grad for t in args[:1]):
+                raise NotImplementedError(
+                    f"{self.kind} writes to a tensor that has a gradient ({func}) where gradients are off, as in "
+                    "torch.no_grad(); it may make another tensor there"
+                )
+            return found
+
+        def detached(t: torch.Tensor) -> torch.Tensor:
+            return torch.ops.aten.detach.default(t) if t.is_floating_point() else t
+
+        return pytree.tree_map_only(torch.Tensor, detached, found)
 
     def parts(self, tensor: torch.Tensor, at: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]] | None:
         """A view by the slices, numbers and new axes of an index, and its scalar tensors; None without either kind.
