@@ -13,6 +13,7 @@ import torch
 from support import flex_oracle
 from support.flex_kernels import Kernels, install
 from support.programs import SIZES, draw
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -163,6 +164,38 @@ def test_types_and_autocast(dtype: torch.dtype) -> None:
     assert (out.double() - wanted).abs().max() < (1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps * 2)
     with torch.autocast("cpu", torch.bfloat16):
         assert flashlane.flex_attention(q.float(), k.float(), v.float()).dtype == torch.bfloat16
+
+
+def _of_products(a: torch.Tensor, b: torch.Tensor) -> Callable[..., Any]:
+    return lambda score, batch, h, i, j: score * 3 + (a @ b)[h, j]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_autocast_casts_the_operands_as_torchs_function_and_nothing_else(dtype: torch.dtype) -> None:
+    """Products of captured tensors and of the reference stay as they are, at the first call and at those like it."""
+    q = torch.randn(1, 2, 5, 16).to(dtype)
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    a, b = torch.randn(2, 7, dtype=work), torch.randn(7, 5, dtype=work)
+    cast = q if dtype == torch.float64 else q.bfloat16()
+    table = a @ b
+    wanted = flashlane.flex_attention(cast, cast, cast, lambda s, _, h, i, j: s * 3 + table[h, j], return_lse=True)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = flashlane.flex_attention(q, q, q, _of_products(a, b), return_lse=True)
+            of_torch = torch_flex.flex_attention(q, q, q, _of_products(a, b))
+        assert found[0].dtype == of_torch.dtype == cast.dtype
+        assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+        assert (of_torch.double() - found[0].double()).abs().max() <= (0 if dtype == torch.float64 else 2**-6) + 1e-12
+    outside = flashlane.flex_attention(cast, cast, cast, _of_products(a, b), return_lse=True)
+    assert torch.equal(outside[1], wanted[1])
+
+
+def test_a_backward_under_autocast_has_the_gradients_of_one_outside() -> None:
+    q = torch.randn(1, 2, 5, 16, requires_grad=True)
+    out = flashlane.flex_attention(q, q, q)
+    wanted = torch.autograd.grad(out.square().sum(), q, retain_graph=True)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.autograd.grad(out.square().sum(), q)[0], wanted)
 
 
 WRONG = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashlane.core.arch import autocast_dtype
 from flashlane.core.problem import Inputs
 from flashlane.core.validate import check_flag, check_strided, kind_of
 from flashlane.ops import call as ops
@@ -98,12 +99,6 @@ def bias_of(attn_mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor
     if attn_mask.dtype == torch.bool:
         hidden = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device)
         return hidden.masked_fill(~attn_mask, -torch.inf)
-    if attn_mask.dtype != query.dtype and not (attn_mask.is_floating_point() and _autocast(query)):
+    if attn_mask.dtype != query.dtype and not (attn_mask.is_floating_point() and autocast_dtype(query.device.type)):
         raise TypeError(f"attn_mask has dtype {attn_mask.dtype}; it may be torch.bool or that of query, {query.dtype}")
     return attn_mask
-
-
-def _autocast(t: torch.Tensor) -> bool:
-    """Whether autocast is on for a tensor's device."""
-    device = t.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -1,6 +1,9 @@
-"""Element types and GPU architectures by their names."""
+"""Element types and GPU architectures by their names, and the element types that ``torch.autocast`` asks for."""
 
 from __future__ import annotations
+
+import contextlib
+from typing import Any
 
 import torch
 
@@ -8,6 +11,7 @@ DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16"}
 """Types of device code, by dtype."""
+_NOTHING = contextlib.nullcontext()
 
 
 def arch_of(device: torch.device) -> str | None:
@@ -27,3 +31,25 @@ def gradient_dtypes(dtype: torch.dtype, f32_dq: bool) -> tuple[torch.dtype, torc
     """The dtypes of dQ, and of dK and dV, whose caller adds dK and dV to others, and dQ as well with ``f32_dq``."""
     wide = compute_dtype(dtype)
     return wide if f32_dq else dtype, wide
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on devices of a type; None where it is off, or where there is none, as of meta tensors."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def autocast(t: Any) -> Any:
+    """A tensor as autocast wants it, in its dtype where that is a floating one but f64; all else as it is."""
+    if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dtype == torch.float64:
+        return t
+    dtype = autocast_dtype(t.device.type)
+    return t if dtype is None else t.to(dtype)
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off on a device: what runs there chooses the types that it computes in."""
+    if not torch._C._is_any_autocast_enabled() or not torch.amp.is_autocast_available(device.type):
+        return _NOTHING
+    return torch.autocast(device.type, enabled=False)

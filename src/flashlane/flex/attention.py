@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from flashlane.core.arch import arch_of
+from flashlane.core.arch import arch_of, autocast
 from flashlane.core.once import differentiated_once
 from flashlane.core.validate import check_number, kind_of
 from flashlane.flex import packed, reference, repeats, windows
@@ -165,7 +165,7 @@ def _attend(
     if backend in TORCHS:
         return by_torch()
     given = query, key, value
-    query, key, value = _autocast(*given)
+    query, key, value = map(autocast, given)  # as torch's function, which casts f16 and bf16 tensors, too
     check(query, key, value, block_mask, enable_gqa)
     given_mask, given_scale = block_mask, scale
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else check_number("scale", scale)
@@ -221,14 +221,6 @@ _compiled_functions: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return _compiled_functions.setdefault(function, torch.compile(function))
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.dtype == torch.float32 else t for t in tensors)
 
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any, enable_gqa: bool) -> None:

@@ -46,7 +46,7 @@ def traced(
         if len(_traced) >= MOST_TRACED:
             _traced.clear()
         strict = code.reads_shapes or fresh.prelude is not None or fresh.has_rows
-        kept = Traced(fresh.expression, (), fresh.prelude, fresh.integers)
+        kept = Traced(fresh.expression, (), fresh.prelude, fresh.integers, device)
         _traced[(*key, code.layouts) if strict else key] = kept, tuple(places)  # type: ignore[arg-type]
     return fresh, fresh.leaves
 

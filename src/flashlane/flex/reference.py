@@ -7,12 +7,13 @@ columns of blocks that one of its rows lists. f64 is computed in f64, every othe
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from flashlane.core.arch import no_autocast
 from flashlane.flex import derivative
 from flashlane.flex.blocks import states
 from flashlane.flex.evaluate import evaluate
@@ -115,6 +116,18 @@ class Problem:
         return scaled, torch.exp(score - finite.unsqueeze(-1))
 
 
+def _without_autocast(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a problem, whose products autocast would round to its own type."""
+
+    @functools.wraps(compute)
+    def run(problem: Problem, *args: Any, **kwargs: Any) -> Any:
+        with no_autocast(problem.q.device):
+            return compute(problem, *args, **kwargs)
+
+    return run
+
+
+@_without_autocast
 def forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the output ``(b, h, sq, dv)`` in q's type, and the LSE and the largest score of each row ``(b, h, sq)``.
 
@@ -146,6 +159,7 @@ class Gradients:
     captured: list[torch.Tensor | None]
 
 
+@_without_autocast
 def backward(
     problem: Problem,
     out: torch.Tensor,

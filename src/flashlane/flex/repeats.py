@@ -18,6 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flashlane.core import registry
+from flashlane.core.arch import autocast_dtype
 from flashlane.core.tensor_guard import tensor_guard
 from flashlane.flex import packed, windows
 from flashlane.flex.bind import Binding, binding_of
@@ -193,8 +194,7 @@ def remember(
     if guard is None or prepared is None:
         return
     *of_call, window, documents, forward = prepared
-    device = query.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = autocast_dtype(query.device.type)
     records = torch.is_grad_enabled() and any(t.requires_grad for t in once)
     mask, lists = _no_mask, _no_mask
     if block_mask is not None:

@@ -15,6 +15,7 @@ import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flashlane.core.arch import no_autocast
 from flashlane.flex import aten, in_place, rows
 from flashlane.flex.expression import Expression, cast, input, is_constant, make
 from flashlane.flex.integer_range import SMALL
@@ -42,6 +43,8 @@ class Traced:
     """It computes the tensors that the program reads from ``leaves``; None where the program reads the leaves."""
     integers: tuple[int, ...]
     """The values of the ``integer`` leaves."""
+    device: torch.device
+    """That of the call."""
     reads_values: bool = False
     """Whether the function read an element of a tensor into Python, so that the translation holds for that value."""
     has_rows: bool = False
@@ -49,7 +52,10 @@ class Traced:
 
     def tensors(self, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The tensors that the program reads, for these leaves; they are differentiable with respect to the leaves."""
-        return tuple(leaves) if self.prelude is None else tuple(self.prelude(*leaves))
+        if self.prelude is None:
+            return tuple(leaves)
+        with no_autocast(self.device):
+            return tuple(self.prelude(*leaves))
 
 
 @torch.inference_mode(False)  # autograd keeps no tensor that is made in that mode
@@ -89,8 +95,9 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
         return result
 
     reads = Reads(kind)
-    graph = _graph(reads.seen(called), examples, kind, reads)
-    return replace(_Translation(graph, names, kind, score_type).traced(), reads_values=reads.values)
+    with no_autocast(device):  # as torch's function, which leaves the operations of its functions as they are
+        graph = _graph(reads.seen(called), examples, kind, reads)
+    return replace(_Translation(graph, names, kind, score_type, device).traced(), reads_values=reads.values)
 
 
 def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, reads: Reads) -> torch.fx.GraphModule:
@@ -150,8 +157,10 @@ class _View:
 class _Translation:
     """The translation of one graph to an expression."""
 
-    def __init__(self, module: torch.fx.GraphModule, names: list[str], kind: str, score_type: str) -> None:
-        self.module, self.kind = module, kind
+    def __init__(
+        self, module: torch.fx.GraphModule, names: list[str], kind: str, score_type: str, device: torch.device
+    ) -> None:
+        self.module, self.kind, self.device = module, kind, device
         self.names, self.score_type = iter(names), score_type
         self.values: dict[torch.fx.Node, Expression | Row | _View] = {}
         self.varies: dict[torch.fx.Node, bool] = {}
@@ -175,7 +184,7 @@ class _Translation:
                 self.translate(node)
         value = self.scalar(result)
         expression = cast(value, "bool" if self.kind == "mask_mod" else self.score_type)
-        return Traced(expression, *self.captured(), tuple(self.integers), has_rows=self.has_rows)
+        return Traced(expression, *self.captured(), tuple(self.integers), self.device, has_rows=self.has_rows)
 
     # --- nodes ---
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from flashlane.core import arch
 from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, TENSORS, Inputs
 from flashlane.ops import schema
 
 BACKWARD_EXTRAS = len(schema.BACKWARD_EXTRAS)
 """How many arguments of ``flashlane::backward`` come before those of ``flashlane::forward``."""
 _AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
-_NOTHING = contextlib.nullcontext()
 
 
 def register(library: torch.library.Library) -> None:
@@ -34,34 +34,18 @@ def autocast(inputs: Inputs) -> Inputs:
     """The inputs as ``torch.autocast`` wants them: q, k and v in its dtype (f64 stays), all else as it is."""
     if torch.compiler.is_compiling() or not torch._C._is_any_autocast_enabled():
         return inputs  # when compiling, the operator's own autocast kernel casts
-    q, k, v = _cast((inputs.q, inputs.k, inputs.v))
+    q, k, v = map(arch.autocast, (inputs.q, inputs.k, inputs.v))
     return replace(inputs, q=q, k=k, v=v)
 
 
 def no_autocast(like: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Autocast off on a tensor's device: a kernel chooses the types that it computes in."""
-    device = like.device.type
-    if not torch._C._is_any_autocast_enabled() or not torch.amp.is_autocast_available(device):
-        return _NOTHING  # meta tensors have none
-    return torch.autocast(device, enabled=False)
-
-
-def _cast(tensors: Sequence[Any]) -> list[Any]:
-    return [_cast_one(t) for t in tensors]
-
-
-def _cast_one(t: Any) -> Any:
-    if not isinstance(t, torch.Tensor) or not t.is_floating_point() or t.dtype == torch.float64:
-        return t
-    device = t.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return t
-    return t.to(torch.get_autocast_dtype(device))
+    return arch.no_autocast(like.device)
 
 
 def _autocast_kernel(device: str) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
-        tensors = _cast(args[:3])
+        tensors = [arch.autocast(t) for t in args[:3]]
         with torch.autocast(device, enabled=False):
             return torch.ops.flashlane.forward(*tensors, *args[3:])
 
