@@ -34,7 +34,7 @@ def traced(
     if code is None:
         fresh = trace(function, kind, device, score_type)
         return fresh, fresh.leaves
-    # A graph without torch operations on whole tensors, and without rows, serves tensors of every layout.
+    # A graph without torch operations on whole tensors, without rows and shapes, serves tensors of every layout.
     key = code.key, kind, device, score_type
     found_key = key if key in _traced and not code.reads_shapes else (*key, code.layouts)
     if found_key in _traced:
@@ -45,7 +45,7 @@ def traced(
     if None not in places and not fresh.reads_values:
         if len(_traced) >= MOST_TRACED:
             _traced.clear()
-        strict = code.reads_shapes or fresh.prelude is not None or fresh.has_rows
+        strict = code.reads_shapes or fresh.prelude is not None or fresh.of_layouts
         kept = Traced(fresh.expression, (), fresh.prelude, fresh.integers, device)
         _traced[(*key, code.layouts) if strict else key] = kept, tuple(places)  # type: ignore[arg-type]
     return fresh, fresh.leaves

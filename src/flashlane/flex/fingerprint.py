@@ -6,6 +6,7 @@ A function is traced once for all calls with equal fingerprints; the tensors are
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 import sys
 import types
@@ -27,10 +28,13 @@ _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__str__", "__dir__
 _NOT_CALLED |= {"__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__"}
 """Special methods that an operation on an instance does not call."""
 
-_SHAPES = {"shape", "size", "numel", "stride", "len", "ndim", "dim", "nelement", "is_contiguous"}
+SHAPES = {"shape", "size", "numel", "stride", "len", "ndim", "dim", "nelement", "is_contiguous"}
 """Names in code that may make a graph depend on the shape or the strides of a tensor."""
 _MEMORY = {"data_ptr", "storage_offset", "untyped_storage", "_version", "_is_view"}
 """Names in code that may make a graph depend on where a tensor lies, which no key has."""
+_BY_NAME = {"globals", "vars", "eval", "exec", "__import__", "__globals__", "f_globals", "__builtins__"}
+"""Names in code that may read, by a name that is made when it runs, what no key has."""
+_BUILTINS_BY_NAME = tuple(getattr(builtins, name) for name in sorted(_BY_NAME) if hasattr(builtins, name))
 
 
 class Unknown(Exception):
@@ -103,10 +107,10 @@ class ClassAttributes:
         """Note the names of a function's code, and its words where it may read an attribute by one.
 
         Raises:
-            Unknown: the code may read where a tensor lies.
+            Unknown: the code may read where a tensor lies, or what its names do not say.
         """
         names = set(names_of(code))
-        if not names.isdisjoint(_MEMORY):
+        if not names.isdisjoint(_MEMORY) or not names.isdisjoint(_BY_NAME) or _imports(code):
             raise Unknown
         self.names |= names
         if not names.isdisjoint(("getattr", "attrgetter", "methodcaller", "__getattribute__")):
@@ -207,7 +211,7 @@ class _Walk:
         named = []
         names = set(names_of(function.__code__))
         self.of_classes.read_by(function.__code__)
-        self.reads_shapes |= not names.isdisjoint(_SHAPES)
+        self.reads_shapes |= not names.isdisjoint(SHAPES)
         for name in sorted(names):
             if name in function.__globals__:
                 named.append((name, self.value(function.__globals__[name])))
@@ -224,6 +228,18 @@ def names_of(code: types.CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from names_of(inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _imports(code: types.CodeType) -> bool:
+    """Whether code, or that of a function that it makes, imports a module whose attributes may change."""
+    steps = list(dis.get_instructions(code))
+    for i, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME":
+            absolute = i > 1 and steps[i - 2].argval == 0  # the level comes before the list of names
+            if not absolute or str(step.argval).split(".")[0] not in _MODULES:
+                return True
+    return any(isinstance(inner, types.CodeType) and _imports(inner) for inner in code.co_consts)
 
 
 def words_of(code: types.CodeType) -> Iterator[str]:
@@ -275,6 +291,8 @@ def kind_of(value: Any) -> str:
     if isinstance(value, property):
         return "property"
     if isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
+        if value in _BUILTINS_BY_NAME:
+            raise Unknown
         owner = getattr(value, "__self__", None)
         return "object" if owner is None or isinstance(owner, (types.ModuleType, type)) else "builtin"
     if callable(value) and getattr(value, "__dict__", None) is None:

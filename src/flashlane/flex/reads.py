@@ -10,9 +10,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashlane.flex.fingerprint import SHAPES
+
 _READING = {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
 """Functions of tensors that give Python an element; what they read may be different at the next call."""
-_READING_OPERATORS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::item")
+_READING_OPERATORS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::item", "aten::allclose")
+_LAYOUTS = {*SHAPES, "__len__", "nbytes"}
+"""Functions and attributes of tensors that give Python a shape, or what follows from one and from strides."""
+_KINDS = {"dtype", "device", "layout", "requires_grad", "dim", "ndim", "element_size", "itemsize", "get_device", "type"}
+_KINDS |= {"is_floating_point", "is_complex", "is_signed", "is_cuda", "is_cpu", "is_meta", "is_nested", "is_sparse"}
+_KINDS |= {"is_quantized", "result_type", "can_cast", "__setitem__"}
+"""Those that give what the fingerprint of a function has of each tensor, or nothing."""
 
 
 class Reads:
@@ -22,6 +30,10 @@ class Reads:
         self.kind = kind
         self.values = False
         """Whether it read an element into Python."""
+        self.layouts = False
+        """Whether it read a shape or strides."""
+        self.others = False
+        """Whether it read something else of a tensor that others may not have, such as its text or ``is_leaf``."""
         self.last = ""
         """The last operator that it called."""
         self.gradients_off = False
@@ -41,7 +53,9 @@ class Reads:
                     return torch.ops.aten.index.Tensor(*parts)
                 if func in (torch.take, torch.Tensor.take) and len(args) == 2:  # by an i32 index, too
                     return args[0].reshape(-1)[args[1]]
-                return func(*args, **(kwargs or {}))
+                found = func(*args, **(kwargs or {}))
+                reads.note(func, args, found)
+                return found
 
         class OfOperators(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,6 +69,21 @@ class Reads:
                 return function(*arguments)
 
         return watched
+
+    def note(self, func: Any, args: Sequence[Any], found: Any) -> None:
+        """Note a call of the function whose result is no tensor: what it is may be part of the translation."""
+        if isinstance(found, torch.Tensor) or not any(isinstance(a, torch.Tensor) for a in args):
+            return
+        name = getattr(func, "__name__", "").split(".")[0]  # of an operator without its overload
+        if name == "__get__":  # of an attribute
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        several = isinstance(found, (tuple, list)) and all(isinstance(t, torch.Tensor) for t in found)
+        if name in _KINDS:
+            return
+        if name in _LAYOUTS or several:
+            self.layouts = True
+        else:
+            self.others = True
 
     def are_gradients_off(self) -> bool:
         """Whether autograd would not record an operation that the function calls now.

@@ -46,9 +46,9 @@ class Traced:
     device: torch.device
     """That of the call."""
     reads_values: bool = False
-    """Whether the function read an element of a tensor into Python, so that the translation holds for that value."""
-    has_rows: bool = False
-    """Whether it has code for each element of a row, so that it holds for captured tensors of these shapes."""
+    """Whether the function read of a tensor what others may not have, so that the translation holds for this one."""
+    of_layouts: bool = False
+    """Whether it has code for each element of a row, or read a shape, so that it holds for these layouts."""
 
     def tensors(self, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The tensors that the program reads, for these leaves; they are differentiable with respect to the leaves."""
@@ -80,8 +80,11 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
         dtype = torch.float64 if score_type == "f64" else torch.float32
         examples.insert(0, torch.zeros((), dtype=dtype, requires_grad=True, **place))
 
+    reads = Reads(kind)
+    watched = reads.seen(function)
+
     def called(*arguments: torch.Tensor) -> torch.Tensor:
-        result = function(*arguments)
+        result = watched(*arguments)
         if not scored and isinstance(result, (torch.Tensor, int, float)):
             returned = f"a tensor of {result.dtype}" if isinstance(result, torch.Tensor) else f"{result!r}"
             if not isinstance(result, bool) and returned != f"a tensor of {torch.bool}":
@@ -94,10 +97,11 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
         _refuse_own_gradients(result, kind)
         return result
 
-    reads = Reads(kind)
     with no_autocast(device):  # as torch's function, which leaves the operations of its functions as they are
-        graph = _graph(reads.seen(called), examples, kind, reads)
-    return replace(_Translation(graph, names, kind, score_type, device).traced(), reads_values=reads.values)
+        graph = _graph(called, examples, kind, reads)
+    found = _Translation(graph, names, kind, score_type, device).traced()
+    of_this = reads.values or reads.others
+    return replace(found, reads_values=of_this, of_layouts=found.of_layouts or reads.layouts)
 
 
 def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, reads: Reads) -> torch.fx.GraphModule:
@@ -170,7 +174,7 @@ class _Translation:
         self.first: dict[str, torch.fx.Node] = {}
         """The first node of each captured tensor: a graph has one for each use."""
         self.integers: list[int] = []
-        self.has_rows = False
+        self.of_layouts = False
         self.long_row = 0
         """Elements of a row of this node that is too long to be code."""
 
@@ -184,7 +188,7 @@ class _Translation:
                 self.translate(node)
         value = self.scalar(result)
         expression = cast(value, "bool" if self.kind == "mask_mod" else self.score_type)
-        return Traced(expression, *self.captured(), tuple(self.integers), self.device, has_rows=self.has_rows)
+        return Traced(expression, *self.captured(), tuple(self.integers), self.device, of_layouts=self.of_layouts)
 
     # --- nodes ---
 
@@ -262,7 +266,7 @@ class _Translation:
         if not 0 < size <= rows.MOST_IN_ROW[self.kind]:
             self.long_row = size
             return None
-        self.has_rows, loaded = True, []
+        self.of_layouts, loaded = True, []
         for element in range(size):
             at = [aten.number(element, "i32") if index is None else index for index in view.indices]
             loaded.append(self.loaded(_View(view.source, at, [])))
