@@ -239,12 +239,54 @@ def test_keys_that_outgrow_the_cache_are_read_once_for_each_pace_of_a_heads_tile
     config = next(c for c, _ in select.ranked(base) if c.block_m == 192 and not c.split)
     megabytes = 4 * 8 * 16384 * 2 * 128 * 2 / 1e6
     once = cost.Launch(base, config, 1)
-    assert cost.reading(base, config, once.blocks.share) == pytest.approx(megabytes / cost.copy_rate(base.arch))
+    assert cost.reading(base, config, once.blocks.share) == pytest.approx(megabytes / cost.read_rate(base.arch))
     ragged = replace(base, seqlen_q=300)
     again = cost.Launch(ragged, config, 1)
-    assert cost.reading(ragged, config, again.blocks.share) == pytest.approx(2 * megabytes / cost.copy_rate(base.arch))
+    assert cost.reading(ragged, config, again.blocks.share) == pytest.approx(2 * megabytes / cost.read_rate(base.arch))
     assert cost.reading(replace(base, seqlen_k=1024), config, 1.0) == 0.0
     window = replace(base, window_left=8000, window_right=0)
-    assert cost.reading(window, config, 1.0) == pytest.approx(megabytes / 16384 * 8384 / cost.copy_rate(base.arch))
+    assert cost.reading(window, config, 1.0) == pytest.approx(megabytes / 16384 * 8384 / cost.read_rate(base.arch))
     assert once.predicted(1) > cost.until_done(once.costs, 32, 1, SMS, 1.0)
     assert overlapped(3.0, 3.0) == pytest.approx(3.0 * 2**0.25) and overlapped(3.0, 0.0) == 3.0
+
+
+def test_wide_sections_of_causal_tiles_are_compared_with_the_rate_of_this_machines_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU that reads less than the CTAs would load slows them down, one that reads more does not."""
+    base = problem(batch=4, heads=16, seqlen_q=16384, seqlen_k=16384, head_dim=128, head_dim_v=128, causal=True)
+    config = select.config_for(base)
+    launch, section, asked = cost.Launch(base, config, 1), 48, []
+    block = launch.one.block
+    loaded = launch.workers * config.block_n * 2 * 128 * 2 / block / 1e6  # MB a microsecond
+
+    def slowdown(rate: float) -> float:
+        monkeypatch.setattr(cost, "read_rate", lambda arch: asked.append(arch) or rate)
+        return cost.slowdown(base, config, section, launch.costs, block, launch.traffic)
+
+    more = cost.ALONE_WITH_A_HEAD * (section - cost.FOLLOWED_HEADS)
+    unlike = 1 - launch.costs[-1] / launch.costs[0]
+    causal = 1 + launch.traffic.few_heads * unlike / section + launch.traffic.apart * loaded
+    assert slowdown(0.99 * loaded) - slowdown(1.01 * loaded) == pytest.approx(more * causal)
+    assert asked == ["sm_90a", "sm_90a"]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "wide"),
+    [
+        (-1, -1, True),
+        (-1, 0, True),
+        (5, -1, True),
+        (1023, 0, True),
+        (1022, 0, False),
+        (511, 512, True),
+        (511, 511, False),
+    ],
+)
+def test_a_window_is_wide_that_is_open_or_has_1024_keys(left: int, right: int, wide: bool) -> None:
+    """However few keys there are."""
+    assert select.WIDE_WINDOW == 1024
+    for seqlen_k in (128, 4096):
+        base = replace(problem(seqlen_k=seqlen_k), window_left=left, window_right=right)
+        assert select.has_wide_window(base) == wide
+        assert any(shape.deferred_max for shape in select.shapes_of(base)) == wide

@@ -9,7 +9,7 @@ import torch
 from flashlane import jit
 from flashlane.core.arch import arch_of
 
-COPY_RATE = 4.46
+READ_RATE = 4.46
 """MB a microsecond that all SMs of an H200 read together, fitted to 36 problems
 (benchmarks/archive/decode_combine.json)."""
 READ_SHARE = 0.926
@@ -24,19 +24,19 @@ POSSIBLE = 0.1, 50.0
 
 
 @lru_cache
-def copy_rate(arch: str | None) -> float:
+def read_rate(arch: str | None) -> float:
     """MB a microsecond that all SMs of a GPU read together.
 
-    It is that of this machine's first GPU of the architecture; where there is none, :data:`COPY_RATE`.
+    It is that of this machine's first GPU of the architecture; where there is none, :data:`READ_RATE`.
     """
     if arch is None or not torch.cuda.is_available():
-        return COPY_RATE
+        return READ_RATE
     devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     device = next((device for device in devices if arch_of(device) == arch), None)
     if device is None:
-        return COPY_RATE
+        return READ_RATE
     rate = READ_SHARE * jit.rated_bandwidth(device.index)
-    return rate if POSSIBLE[0] < rate < POSSIBLE[1] else COPY_RATE
+    return rate if POSSIBLE[0] < rate < POSSIBLE[1] else READ_RATE
 
 
 def on_sector(dtype: torch.dtype, *head_dims: int) -> bool:

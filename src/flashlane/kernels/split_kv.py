@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.memory_rate import COPY_RATE, overlapped
+from flashlane.kernels.memory_rate import READ_RATE, overlapped
 
 SM_RATE = 0.07
 """MB a microsecond that an SM reads at most. This and the numbers below were fitted to 160 problems on an H200
@@ -71,7 +71,7 @@ class Work(NamedTuple):
     """Bytes of shared memory in which the last CTA combines the splits of its sums; 0 where a launch does."""
     rows: int = 0
     """Rows whose statistics lie there for each split, of 8 bytes each."""
-    copy_rate: float = COPY_RATE
+    read_rate: float = READ_RATE
     """MB a microsecond that all SMs read together."""
 
     def microseconds(self, splits: int) -> float:
@@ -123,7 +123,7 @@ class Work(NamedTuple):
         """
         each = steps * self.step_bytes / 1e6
         of_sm = math.ceil(ctas / self.sms) if self.sms_of_one < 1 else 1 / self.sms_of_one
-        reading = overlapped(ctas * each / self.copy_rate, of_sm * each / SM_RATE)
+        reading = overlapped(ctas * each / self.read_rate, of_sm * each / SM_RATE)
         return overlapped(reading, overlapped(1e6 * LOAD_TIME * each / self.in_flight, steps * self.step_time))
 
 

@@ -43,7 +43,7 @@ def wave_by_hand(ctas: int, steps: int) -> float:
     """So many CTAs on as many SMs, of steps of 64 KiB, with 128 KiB in flight."""
     each = steps * 0.065536
     loads = split_kv.LOAD_TIME * steps / 2
-    return bounded_by(ctas * each / split_kv.COPY_RATE, each / split_kv.SM_RATE, loads, steps * 0.56)
+    return bounded_by(ctas * each / split_kv.READ_RATE, each / split_kv.SM_RATE, loads, steps * 0.56)
 
 
 def test_the_time_of_splits_by_hand() -> None:
@@ -83,7 +83,7 @@ def test_ctas_of_one_sm_share_what_it_reads() -> None:
     """100 CTAs of a configuration that an SM has two of, and 200, of which some SMs have two."""
     steps, each = 64, 64 * 0.065536
     for ctas, of_sm in ((100, 1), (200, 2)):
-        bounds = ctas * each / split_kv.COPY_RATE, of_sm * each / split_kv.SM_RATE
+        bounds = ctas * each / split_kv.READ_RATE, of_sm * each / split_kv.SM_RATE
         time = bounded_by(*bounds, split_kv.LOAD_TIME * steps / 2, steps * 0.56)
         assert work(ctas, steps, 264).microseconds(1) - split_kv.WAVE_TIME == pytest.approx(time)
 
@@ -182,7 +182,7 @@ def test_the_time_of_stream_k_by_hand() -> None:
     steps = 208 * 188 / 128
     each, loads = steps * 0.065536, split_kv.LOAD_TIME * steps * 65536 / config.in_flight
     computed = steps * (rules.TILE_TIME + rules.COLUMNS_TIME)
-    read = bounded_by(128 * each / memory_rate.COPY_RATE, each / split_kv.SM_RATE, loads, computed)
+    read = bounded_by(128 * each / memory_rate.READ_RATE, each / split_kv.SM_RATE, loads, computed)
     combine = split_kv.COMBINE_TIME + 2 * split_kv.SPLIT_TIME + split_kv.SUMS_TIME * 128 / 1000
     assert rules._stream_time(problem, config) == pytest.approx(read + split_kv.STREAM_TIME + combine)
     unlike = replace(problem, seqused_k=True)
@@ -229,11 +229,11 @@ def test_the_rate_of_memory_is_that_of_the_machine(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory_rate.jit, "rated_bandwidth", lambda index: rated[index])
     found = []
     for arch in ("sm_90a", "sm_80", "sm_120", None):
-        memory_rate.copy_rate.cache_clear()
-        found.append(memory_rate.copy_rate(arch))
-    share, usual = memory_rate.READ_SHARE, memory_rate.COPY_RATE
+        memory_rate.read_rate.cache_clear()
+        found.append(memory_rate.read_rate(arch))
+    share, usual = memory_rate.READ_SHARE, memory_rate.READ_RATE
     assert found == [share * 3.352, share * 1.555, usual, usual]
     rated[1] = 0.0
-    memory_rate.copy_rate.cache_clear()
-    assert memory_rate.copy_rate("sm_90a") == usual
-    memory_rate.copy_rate.cache_clear()
+    memory_rate.read_rate.cache_clear()
+    assert memory_rate.read_rate("sm_90a") == usual
+    memory_rate.read_rate.cache_clear()

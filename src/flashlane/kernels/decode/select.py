@@ -25,7 +25,7 @@ from flashlane.kernels.decode.tables import (
     Workload,
 )
 from flashlane.kernels.grid_cost import sms_of
-from flashlane.kernels.memory_rate import copy_rate, on_sector
+from flashlane.kernels.memory_rate import read_rate, on_sector
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.split_kv import STREAM_LENGTHS_TIME, UNEVEN, UNLIKE, Work, lengths_differ, split_count
 
@@ -211,11 +211,11 @@ def work_of(problem: AttentionProblem, config: DecodeConfig, tiles: int, residen
         config.cluster * config.step * 2 * (config.head_dim + config.head_dim_v), time,
         config.cluster * config.in_flight, min(config.rows, problem.rows_of_kv_head) * config.head_dim_v, of_one,
         scratch=config.scratch, rows=config.rows,
-        copy_rate=copy_rate(problem.arch) * _share_of_copy_rate(problem, config),
+        read_rate=read_rate(problem.arch) * _share_of_read_rate(problem, config),
     )  # fmt: skip
 
 
-def _share_of_copy_rate(problem: AttentionProblem, config: DecodeConfig) -> float:
+def _share_of_read_rate(problem: AttentionProblem, config: DecodeConfig) -> float:
     """Which part of the copy rate rows of K and V are read with, by whether they start on a sector."""
     if on_sector(problem.dtype, problem.head_dim, problem.head_dim_v):
         return 1.0

@@ -22,7 +22,7 @@ from flashlane.kernels.hopper.arch import L2_MIB, SMS
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
-from flashlane.kernels.memory_rate import COPY_RATE, SECTOR, copy_rate, on_sector, overlapped
+from flashlane.kernels.memory_rate import SECTOR, read_rate, on_sector, overlapped
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
 
 MATRIX_TFLOPS = 620.0
@@ -40,7 +40,7 @@ FOLLOWED_HEADS = 24
 """Tile heads of a section up to which the CTAs that read one head's K and V follow each other through the L2 cache."""
 ALONE_WITH_A_HEAD = 0.004
 """Share of the time by which a causal launch takes longer for each further tile head of a section, where CTAs that
-share nothing would load more than device memory delivers (``COPY_RATE``): with 48 to 60 heads two CTAs read each of
+share nothing would load more than device memory delivers (``read_rate``): with 48 to 60 heads two CTAs read each of
 them, at different times (docs/notebook/0041-wide-sections.md)."""
 WAITING = 0.5
 """What the consumers that have rows wait for in an n-block, over what all consumers of a tile compute in it: where some
@@ -256,7 +256,7 @@ def reading(problem: AttentionProblem, config: HopperConfig, shares: np.ndarray 
     if size <= L2_MIB * 2**20:
         return 0.0
     paces = 1 if np.ndim(shares) == 0 else len(np.unique(shares))
-    return paces * size / 1e6 / copy_rate(problem.arch)
+    return paces * size / 1e6 / read_rate(problem.arch)
 
 
 def rows_are_aligned(problem: AttentionProblem) -> bool:
@@ -322,7 +322,7 @@ def slowdown(
         factor += traffic.excess * max(0.0, streams * (1 + again) * bandwidth - traffic.enough)
     if not problem.has_right_only or not costs:
         return factor
-    if len(costs) > 1 and mebibytes > traffic.resident and workers * bandwidth > COPY_RATE:
+    if len(costs) > 1 and mebibytes > traffic.resident and workers * bandwidth > read_rate(problem.arch):
         factor += ALONE_WITH_A_HEAD * max(0, min(section * splits, workers) - FOLLOWED_HEADS)
     unlike = 1 - costs[-1] / costs[0]  # tiles of a section are alike where many keys come before all queries
     return factor * (

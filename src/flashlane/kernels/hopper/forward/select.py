@@ -13,7 +13,7 @@ from flashlane.kernels import makespan, split_kv
 from flashlane.kernels.hopper.arch import ARCH, L2_MIB, SMS
 from flashlane.kernels.hopper.forward import cost, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
-from flashlane.kernels.memory_rate import copy_rate, on_sector
+from flashlane.kernels.memory_rate import read_rate, on_sector
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.seqlen import SeqlenConfig, page_box_rows
 from flashlane.kernels.tile_cost import TileBlocks
@@ -213,7 +213,7 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     """The shapes that a problem may get; what it asks besides a mask takes registers."""
     score, seqlen = ScoreConfig.of(problem), SeqlenConfig.of(problem)
     one = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
-    plain = not score.transformed and (one.head_dim <= NARROW or keys_of_window(problem) >= WIDE_WINDOW)
+    plain = not score.transformed and (one.head_dim <= NARROW or has_wide_window(problem))
     if has_few_rows(problem):
         deferred = plain and not _must_gather(problem)
         shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows_without_modifier if deferred else one.few_rows,)
@@ -229,10 +229,10 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     return tuple(replace(shape, q_in_registers=False) for shape in shapes_able) if crowded else shapes_able
 
 
-def keys_of_window(problem: AttentionProblem) -> int:
-    """Keys between both sides of the mask of a query, or all where it has one side or none."""
+def has_wide_window(problem: AttentionProblem) -> bool:
+    """Whether a query may see :data:`WIDE_WINDOW` keys or more, or its window is not bounded on both sides."""
     left, right = problem.window_left, problem.window_right
-    return left + 1 + right if left >= 0 and right >= 0 else max(problem.seqlen_k, WIDE_WINDOW)
+    return left < 0 or right < 0 or left + 1 + right >= WIDE_WINDOW
 
 
 def has_few_rows(problem: AttentionProblem) -> bool:
@@ -447,5 +447,5 @@ def _memory_work(problem: AttentionProblem, config: HopperConfig, tiles: int, bl
         (config.stages - 1) * step_bytes,
         sums,
         combine_launch=SEPARATE_COMBINE,
-        copy_rate=copy_rate(problem.arch),
+        read_rate=read_rate(problem.arch),
     )
