@@ -25,7 +25,7 @@ from flashlane.kernels.decode.tables import (
     Workload,
 )
 from flashlane.kernels.grid_cost import sms_of
-from flashlane.kernels.memory_rate import read_rate, on_sector
+from flashlane.kernels.memory_rate import on_sector, read_rate
 from flashlane.kernels.score import ScoreConfig
 from flashlane.kernels.split_kv import STREAM_LENGTHS_TIME, UNEVEN, UNLIKE, Work, lengths_differ, split_count
 
