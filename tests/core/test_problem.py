@@ -212,6 +212,19 @@ def test_a_window_wider_than_any_sequence_is_all_of_it() -> None:
     assert [left.visible_keys(row) for row in range(5)] == [causal.visible_keys(row) for row in range(5)]
 
 
+def test_a_side_past_every_key_is_open_to_a_kernel_or_as_far_as_all_rows_and_keys() -> None:
+    """5 queries and 7 keys."""
+    for window, opened, bounded in (
+        ((-1, -1), (-1, -1), (-1, -1)),
+        ((11, 0), (11, 0), (11, 0)),
+        ((12, 11), (-1, 11), (12, 11)),
+        ((3, 10**30), (3, -1), (3, 12)),
+    ):
+        problem = AttentionProblem.from_inputs(tensors(), window_size=window)
+        assert problem.window_in_reach() == opened, window
+        assert problem.window_in_reach(keep_bounded=True) == bounded, window
+
+
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
 def test_errors_name_the_argument(case: tuple) -> None:
     make, changes, asked, kind, message = case

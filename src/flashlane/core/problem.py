@@ -320,6 +320,15 @@ class AttentionProblem:
         sides = -1 if left >= before - 1 else left, -1 if right >= after - 1 else right
         return self if sides == (left, right) else replace(self, window_left=sides[0], window_right=sides[1])
 
+    def window_in_reach(self, keep_bounded: bool = False) -> tuple[int, int]:
+        """Both sides of the window as kernels take them: one that reaches past every key may not fit their integers.
+
+        Such a side is −1, or with ``keep_bounded``, for a kernel that is compiled with that side, all rows and keys.
+        """
+        reach = self.seqlen_q + self.seqlen_k
+        left, right = (min(side, reach) for side in (self.window_left, self.window_right))
+        return (left, right) if keep_bounded else (left if left < reach else -1, right if right < reach else -1)
+
     def kv_splits(self, blocks: int) -> int:
         """How many splits of the keys ``num_splits`` asks for, of at most one for each of so many blocks of keys.
 

@@ -60,8 +60,7 @@ def params_without_addresses(
         problem.seqlen_k,
         problem.head_dim,
         problem.head_dim_v,
-        _window(problem.window_left, problem),
-        _window(problem.window_right, problem),
+        *problem.window_in_reach(),
         problem.shift,
         q_blocks,
         heads_per_section,
@@ -114,11 +113,6 @@ def repeated(function: Function, grid: Dim3, threads: int, shared: int, params: 
         release(block)
 
     return repeat
-
-
-def _window(side: int, problem: AttentionProblem) -> int:
-    """A side of the window; one that reaches past every key is unbounded (and might not fit the kernel's integers)."""
-    return -1 if side >= problem.seqlen_q + problem.seqlen_k else side
 
 
 def check_outputs(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -425,8 +425,7 @@ def _common_arguments(
     """Arguments that all kernels but the statistics take."""
     from flashlane.kernels.triton import score, sequences
 
-    far = problem.seqlen_q + problem.seqlen_k  # a window that reaches past every key is unbounded
-    left, right = (-1 if side >= far else side for side in (problem.window_left, problem.window_right))
+    left, right = problem.window_in_reach()
     return {
         **_strides(problem, q=inputs.q, k=inputs.k, v=inputs.v, do=do),
         "score": score.score_arguments(problem, inputs),

@@ -117,7 +117,7 @@ def _forward_launch(
     rows = problem.seqlen_q * pack
     row_tiles = max(1, -(-rows // config.bm))
     units = problem.heads // pack * (problem.batch + problem.varlen)
-    left, right = _window(problem)
+    left, right = problem.window_in_reach()
     d, dv = configs.column_tiles(problem.head_dim), configs.column_tiles(problem.head_dim_v)
     whole = not configs.lengths_vary(problem) and problem.seqlen_k % config.bn == 0
     phases = 2 + (left >= 0) + 4 * (right >= 0 or left >= 0 or not whole)
@@ -197,12 +197,6 @@ def _combine_launch(
 def _with_batch(strides: tuple[int, ...], problem: AttentionProblem) -> tuple[int, ...]:
     """Strides by batch, row, head (and column); a packed tensor has no batch axis, and its sequences no stride."""
     return (0, *strides) if problem.varlen else tuple(strides)
-
-
-def _window(problem: AttentionProblem) -> tuple[int, int]:
-    """Both sides of the window; one that reaches past every key is unbounded, and -1."""
-    far = problem.seqlen_q + problem.seqlen_k
-    return tuple(-1 if side >= far else side for side in (problem.window_left, problem.window_right))
 
 
 PREPARED_KEPT = 1024

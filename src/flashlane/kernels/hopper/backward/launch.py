@@ -491,7 +491,7 @@ class PreparedBackward:
             seen = tiles_of(problem, self.config)
             params.first_key = seen.start * self.config.block_n
             params.end_key = min(problem.seqlen_k, seen.stop * self.config.block_n)
-        _set_window(params, problem)
+        params.window_left, params.window_right = problem.window_in_reach(keep_bounded=True)
         for name, tensor in (("out", tensors.out), ("dout", tensors.do)):
             _set_strides(params, name, tensor, problem)
         for name, tensor in (("lse", tensors.lse), ("dlse", tensors.dlse)):
@@ -508,7 +508,7 @@ class PreparedBackward:
             kv_heads=problem.kv_heads, scale=problem.scale, row_blocks=self.rows.row_blocks,
             zeroed_before=in_kernel.zeroed_before, write_until=in_kernel.write_until, **one.sizes,
         )  # fmt: skip
-        _set_window(params, problem)
+        params.window_left, params.window_right = problem.window_in_reach(keep_bounded=True)
         for name in ("dk", "dv", "dq"):
             _set_strides(params, name, getattr(tensors, name), problem)
         return params
@@ -534,13 +534,6 @@ class PreparedBackward:
         in_kernel = self.schedule.in_kernel_dq
         params.kv_heads, params.n_blocks = self.problem.kv_heads, in_kernel.n_blocks
         params.heads_per_section = in_kernel.heads_per_section
-
-
-def _set_window(params: ctypes.Structure, problem: AttentionProblem) -> None:
-    """What kernels know of which query sees which key."""
-    # A side that reaches past every key might not fit the kernels' integers.
-    reach = problem.seqlen_q + problem.seqlen_k
-    params.window_left, params.window_right = min(problem.window_left, reach), min(problem.window_right, reach)
 
 
 def _set_strides(params: ctypes.Structure, name: str, tensor: torch.Tensor, problem: AttentionProblem) -> None:

@@ -106,9 +106,7 @@ def hopper_params(
         (params.out_batch, *out_stride), (params.lse_batch, *lse_stride) = out_stride, lse_stride
     params.out_row, params.out_head, params.lse_head = out_stride[0], out_stride[1], lse_stride[0]
     params.heads, params.group = heads, problem.group // packed_heads
-    # A side that reaches past every key might not fit the kernel's integers.
-    reach = problem.seqlen_q + problem.seqlen_k
-    params.window_left, params.window_right = min(problem.window_left, reach), min(problem.window_right, reach)
+    params.window_left, params.window_right = problem.window_in_reach(keep_bounded=True)
     params.m_blocks, params.tiles, params.splits = m_blocks, tiles, splits
     section = config.heads_per_section or tile_scheduler.heads_per_section(problem, packed_heads)
     params.heads_per_section = section * config.v_slices
