@@ -27,6 +27,7 @@ from flashlane.core import registry, tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.kernels.triton import attention
 from flashlane.kernels.triton import forward_configs as configs
+from flashlane.kernels.triton.backward import supports_backward
 from flashlane.kernels.triton.forward_configs import TritonConfig
 from flashlane.reference.naive import reference_attention
 
@@ -160,6 +161,21 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "it needs a GPU" in KERNEL.supports(problem_of(arch=None)) and "TRITON_INTERPRET=1" in KERNEL.supports(
         problem_of(arch=None)
     )
+
+
+def test_both_directions_refuse_a_problem_in_the_same_words() -> None:
+    """Each up to its own head dim, and the forward alone for a scale."""
+    cases = {
+        "dtype is f64; it takes f16 or bf16 or f32": {"dtype": torch.float64},
+        "architecture is sm_75; Triton takes sm_80 or later": {"arch": "sm_75"},
+        "dtype is bf16; Triton's interpreter computes its products wrongly, it takes f16 or f32 there": {"arch": None},
+    }
+    for message, changes in cases.items():
+        assert KERNEL.supports(problem_of(**changes)) == supports_backward(problem_of(**changes)) == message
+    wide = problem_of(head_dim_v=513)
+    assert KERNEL.supports(wide) == "head_dim is 513; it takes up to 512"
+    assert supports_backward(wide) == "head_dim is 513; it takes up to 256"
+    assert supports_backward(problem_of(scale=3e38)) is None and supports_backward(problem_of(arch="sm_100")) is None
 
 
 @pytest.mark.parametrize("version", [None, "3.5.1", "3.6.0", "4.0.0+git1"])

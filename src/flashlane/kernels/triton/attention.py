@@ -14,6 +14,7 @@ import torch
 from flashlane.core import tuned as stored
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import TunableKernel, memoised, register
+from flashlane.jit.toolchain import architecture_number
 from flashlane.kernels.params import LOG2_E
 from flashlane.kernels.triton import cost
 from flashlane.kernels.triton import forward_configs as configs
@@ -46,6 +47,23 @@ def missing() -> str | None:
     return None
 
 
+def triton_refusal(problem: AttentionProblem, dtypes: tuple[str, ...], max_head_dim: int) -> str | None:
+    """Why Triton kernels of those dtypes and head dims, forward or backward, cannot run a problem here, or None."""
+    reason = missing()
+    if reason is not None:
+        return reason
+    if problem.arch is None and not interpreting():
+        return "it needs a GPU (on the CPU it runs in Triton's interpreter, for tests: TRITON_INTERPRET=1)"
+    if problem.dtype_name not in dtypes:
+        return f"dtype is {problem.dtype_name}; it takes {' or '.join(dtypes)}"
+    if problem.arch is None and problem.dtype == torch.bfloat16:
+        return "dtype is bf16; Triton's interpreter computes its products wrongly, it takes f16 or f32 there"
+    if problem.arch is not None and architecture_number(problem.arch) < MIN_CAPABILITY:
+        return f"architecture is {problem.arch}; Triton takes sm_{MIN_CAPABILITY} or later"
+    largest = max(problem.head_dim, problem.head_dim_v)
+    return f"head_dim is {largest}; it takes up to {max_head_dim}" if largest > max_head_dim else None
+
+
 class TritonAttention(TunableKernel):
     """The template of ``forward_kernels.py`` with one arithmetic for f32."""
 
@@ -58,23 +76,10 @@ class TritonAttention(TunableKernel):
         self.dtypes, self.summary, self.priority = dtypes, summary, priority
 
     def supports(self, problem: AttentionProblem) -> str | None:
-        reason = missing()
-        if reason is not None:
-            return reason
-        if problem.arch is None and not interpreting():
-            return "it needs a GPU (on the CPU it runs in Triton's interpreter, for tests: TRITON_INTERPRET=1)"
-        if problem.dtype_name not in self.dtypes:
-            return f"dtype is {problem.dtype_name}; it takes {' or '.join(self.dtypes)}"
-        if problem.arch is None and problem.dtype == torch.bfloat16:
-            return "dtype is bf16; Triton's interpreter computes its products wrongly, it takes f16 or f32 there"
-        if problem.arch is not None and _capability(problem.arch) < MIN_CAPABILITY:
-            return f"architecture is {problem.arch}; Triton takes sm_80 or later"
-        largest = max(problem.head_dim, problem.head_dim_v)
-        if largest > configs.MAX_HEAD_DIM:
-            return f"head_dim is {largest}; it takes up to {configs.MAX_HEAD_DIM}"
-        if not abs(problem.scale) < MAX_SCALE:
+        reason = triton_refusal(problem, self.dtypes, configs.MAX_HEAD_DIM)
+        if reason is None and not abs(problem.scale) < MAX_SCALE:
             return f"scale is {problem.scale:g}; its size may be up to {MAX_SCALE:g}"
-        return None
+        return reason
 
     def preference(self, problem: AttentionProblem) -> float:
         """Above ``tiled`` and below the CUDA kernels on a GPU; in the interpreter below everything."""
@@ -146,11 +151,6 @@ class TritonAttention(TunableKernel):
         forward.run(
             problem, config or functools.partial(self.config, problem), inputs, out, lse, self.precision_of(problem)
         )
-
-
-def _capability(arch: str) -> int:
-    digits = "".join(filter(str.isdigit, arch))
-    return int(digits) if digits else 0
 
 
 @memoised

@@ -37,26 +37,11 @@ PREPARED_KEPT = 1024
 
 def supports_backward(problem: AttentionProblem) -> str | None:
     """None when :func:`triton_backward` can run a problem, else the reason in words."""
-    from flashlane.kernels.triton.attention import interpreting, missing
+    from flashlane.kernels.triton.attention import triton_refusal
 
-    reason = missing()
-    if reason is not None:
-        return reason
-    if problem.arch is None and not interpreting():
-        return "it needs a GPU (on the CPU it runs in Triton's interpreter, for tests: TRITON_INTERPRET=1)"
-    if problem.dtype_name not in DTYPES:
-        return f"dtype is {problem.dtype_name}; it takes {' or '.join(DTYPES)}"
-    if problem.arch is None and problem.dtype == torch.bfloat16:
-        return "dtype is bf16; Triton's interpreter computes its products wrongly, it takes f16 or f32 there"
-    if problem.arch is not None and int("".join(filter(str.isdigit, problem.arch)) or 0) < 80:
-        return f"architecture is {problem.arch}; Triton takes sm_80 or later"
-    largest = max(problem.head_dim, problem.head_dim_v)
-    if largest > configs.MAX_HEAD_DIM:
-        return f"head_dim is {largest}; it takes up to {configs.MAX_HEAD_DIM}"
+    reason = triton_refusal(problem, DTYPES, configs.MAX_HEAD_DIM)
     cached = [name for name in (*CACHE, *PAGED) if getattr(problem, name)]
-    if cached:
-        return f"it has no {', '.join(cached)}"
-    return None
+    return f"it has no {', '.join(cached)}" if reason is None and cached else reason
 
 
 def config_of(problem: AttentionProblem, inputs: Inputs, do: torch.Tensor, precision: str = "ieee") -> BackwardConfig:

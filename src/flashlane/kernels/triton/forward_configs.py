@@ -12,6 +12,7 @@ import torch
 
 from flashlane import jit
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem
+from flashlane.jit.toolchain import architecture_number
 from flashlane.kernels.features import PAGED
 from flashlane.kernels.grid_cost import sms_of
 
@@ -26,6 +27,8 @@ SPLIT_KEYS = 256
 MAX_SPLITS = 64
 SMALLEST_SHARED = 99 << 10
 """Bytes of shared memory of a CTA on the smallest GPUs since sm_80."""
+DESCRIPTORS_ARCH = 90
+"""The first architecture with tensor descriptors (TMA)."""
 L2_BYTES = 24 << 20
 """Bytes of the L2 cache that the keys and values of one section of heads may take."""
 
@@ -177,7 +180,7 @@ def lengths_vary(problem: AttentionProblem) -> bool:
 
 def describable(problem: AttentionProblem) -> bool:
     """Whether K and V can be read through descriptors: Hopper or later, one column tile, 16-byte rows, dense keys."""
-    if problem.arch is None or int("".join(filter(str.isdigit, problem.arch))) < 90 or not problem.aligned:
+    if problem.arch is None or architecture_number(problem.arch) < DESCRIPTORS_ARCH or not problem.aligned:
         return False
     # Rows past the keys in use must read as 0, which a descriptor gives at the end of its tensor only.
     if lengths_vary(problem) or any(getattr(problem, name) for name in PAGED):
