@@ -97,7 +97,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write the output ``(b, sq, h, dv)`` and the LSE, f32 ``(b, h, sq)``, natural logarithm.
+        """Write the output ``(b, sq, h, dv)`` and the LSE, f32 (f64 for f64) ``(b, h, sq)``, natural logarithm.
 
         Varlen: ``(total_q, h, dv)`` and ``(h, total_q)``. Both are allocated by the caller and fully written.
         """
@@ -188,6 +188,12 @@ class TunableKernel(Kernel):
     @abstractmethod
     def source_of(self, config: Any) -> str:
         """The package's file whose change makes stored timings of a configuration void."""
+
+    def tuned_fields(self, config: Any) -> dict[str, Any]:
+        """What ``flashlane tune`` keeps of a configuration: by default, fields that hold plain values."""
+        from flashlane.core.tuned import plain_config
+
+        return plain_config(config)
 
     def candidates(self, problem: AttentionProblem) -> Iterable[Any]:
         """The configurations that ``flashlane tune`` times for a supported problem."""
@@ -314,16 +320,10 @@ class BackwardKernel(ABC):
         forward: Kernel | None = None,
         config: Any = None,
     ) -> Gradients:
-        """The gradients of a call; the arguments are those of :func:`flashlane.reference.tiled.tiled_backward`.
+        """The gradients of a call.
 
         Args:
-            problem: the attention problem.
-            inputs: its tensors.
-            out: what the forward pass wrote.
-            lse: its LSE.
-            do: the gradient of ``out``.
-            dlse: the gradient of ``lse``, or None.
-            bias_grad: whether the bias' gradient is wanted.
+            problem, inputs, out, lse, do, dlse, bias_grad: see :func:`flashlane.reference.tiled.tiled_backward`.
             forward: the kernel that wrote ``out``.
             config: the configuration to run, or None for that of :meth:`config`.
         """
@@ -400,6 +400,10 @@ class BackwardKernel(ABC):
     def tuned_fields(self, config: Any) -> dict[str, Any] | None:
         """What ``flashlane tune`` keeps of a configuration; None where there is nothing to keep."""
         return None
+
+    def source_of(self, config: Any) -> str:
+        """As :meth:`TunableKernel.source_of`, for a kernel of which something is kept."""
+        raise NotImplementedError(f"backward kernel {self.tag!r} names no file of the configurations that it has kept")
 
     def describe(self, problem: AttentionProblem) -> str:
         """The configuration of a supported problem in a few words, for ``explain``; empty where there is none."""
@@ -579,15 +583,12 @@ def get(tag: str) -> Kernel:
     """The forward kernel of that tag.
 
     Raises:
+        TypeError: the tag is no str.
         ValueError: no kernel has it; the message names the nearest tags.
     """
     return _FORWARD.get(tag)
 
 
 def get_backward(tag: str) -> BackwardKernel:
-    """The backward kernel of that tag.
-
-    Raises:
-        ValueError: no backward kernel has it; the message names the nearest tags.
-    """
+    """The backward kernel of that tag; :func:`get` says what is raised where there is none."""
     return _BACKWARD.get(tag)

@@ -12,6 +12,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashlane.core import registry
@@ -26,7 +27,10 @@ PROVIDER = "flashlane.tuning.stored"
 AUTO = "auto"
 """Stands for a tag in the class whose entry says which tag is fastest."""
 FEW_BLOCKS = 100
-"""Tiles of 128 rows below which a problem leaves SMs of a large GPU idle."""
+"""Tiles of 128 rows below which a problem leaves SMs of a large GPU idle: three quarters of an H200's 132, rounded. It
+was chosen and not measured, and is a part of the classes of stored choices."""
+PLAIN = (bool, int, float, str)
+"""Types of what is stored of a configuration."""
 
 
 class Stored(Protocol):
@@ -104,6 +108,25 @@ def heuristics_only() -> Iterator[None]:
     finally:
         _ignored = before
         registry.changed()
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """A config dataclass as a dict of plain values, without the fields that are dataclasses themselves: those say what
+    a problem needs, as problems that are tuned do not.
+
+    Raises:
+        TypeError: it is no dataclass, or a field is not bool, int, float or str.
+    """
+    from flashlane.core.validate import kind_of
+
+    if not is_dataclass(config):
+        raise TypeError(f"config is {kind_of(config)}; it must be a dataclass")
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
+    values = {name: value for name, value in values.items() if not is_dataclass(value)}
+    for name, value in values.items():
+        if not isinstance(value, PLAIN):
+            raise TypeError(f"config field {name} is {value!r}; it must be a bool, int, float or str")
+    return values
 
 
 def few_blocks(problem: AttentionProblem) -> bool:

@@ -24,6 +24,7 @@ import torch
 from flashlane.bench.measure.check import STANDARD, Oracle, Verdict
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.flops import Direction, tflops
+from flashlane.bench.measure.implementations import poison_outputs, shared_outputs
 from flashlane.bench.measure.inputs import random_inputs
 from flashlane.bench.measure.progress import Reporter, Silent
 from flashlane.bench.measure.results import ERROR, FAIL, OK, file_stem, finite
@@ -31,7 +32,6 @@ from flashlane.bench.measure.runner import (
     Implementation,
     explained,
     free_memory,
-    shared_outputs,
     stop_if_broken,
     synchronize,
 )
@@ -435,8 +435,7 @@ class ForwardSubject:
         contender.run(self.problem, self.inputs, self.out, self.lse)
 
     def poison(self) -> None:
-        self.out.fill_(math.nan)
-        self.lse.fill_(math.nan)
+        poison_outputs(self.out, self.lse)
 
     def verdict(self, contender: Contender, result: None) -> Verdict:
         assert self.oracle is not None
@@ -479,10 +478,9 @@ def tuned_entry(trial: Trial, machine: dict[str, Any]) -> tune.Tuned:
     """What to store of a trial, forward or backward."""
     contender = trial.contender
     source = contender.kernel.source_of(contender.config)
-    of_its_own = getattr(contender.kernel, "tuned_fields", tune.plain_config)
     return tune.Tuned(
         tag=trial.tag,
-        config=of_its_own(contender.config),
+        config=contender.kernel.tuned_fields(contender.config),
         problem=trial.problem,
         ms=trial.ms,
         tflops=trial.tflops,

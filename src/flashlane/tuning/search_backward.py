@@ -7,7 +7,6 @@ held against the formula's first. What is kept of the fastest is the fields that
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from flashlane.bench.measure.check import Verdict
 from flashlane.bench.measure.gradients import GradientOracle, output_gradient
-from flashlane.bench.measure.implementations import shared_outputs
+from flashlane.bench.measure.implementations import poison_gradient_memory, shared_outputs
 from flashlane.bench.measure.inputs import random_inputs
 from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
@@ -80,9 +79,7 @@ class BackwardSubject:
         return self.done.run(contender)
 
     def poison(self) -> None:
-        """Gradients are allocated again, and would find the right ones of an earlier contender in that memory."""
-        stale = [torch.full_like(t, math.nan) for t in (self.done.inputs.q, self.done.inputs.k, self.done.inputs.v)]
-        del stale
+        poison_gradient_memory(self.done.inputs)
 
     def verdict(self, contender: BackwardContender, result: Gradients) -> Verdict:
         assert self.oracle is not None

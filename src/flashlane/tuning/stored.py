@@ -14,7 +14,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,8 +25,7 @@ from flashlane.core.arch import arch_of
 from flashlane.core.files import write_atomically
 from flashlane.core.problem import FEATURES, AttentionProblem
 from flashlane.core.registry import BackwardKernel
-from flashlane.core.tuned import backward_tag, few_blocks, folder
-from flashlane.core.validate import kind_of
+from flashlane.core.tuned import PLAIN, backward_tag, few_blocks, folder
 from flashlane.jit import toolchain
 from flashlane.kernels.device_file import device_code, imported_device_code
 
@@ -36,7 +35,6 @@ except ImportError:  # Windows: two processes that tune at once may lose one's e
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = "flashlane-tune/1"
-PLAIN = (bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -189,23 +187,6 @@ def digest_of(source: str) -> str:
     others = imported_device_code(source) if source.endswith(".py") else toolchain.device_headers(texts[0])
     texts += [f"{name}\n{text}" for name, text in others.items()]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
-
-
-def plain_config(config: Any) -> dict[str, Any]:
-    """A config dataclass as a dict of plain values, without the fields that are dataclasses themselves: those say what
-    a problem needs, as problems that are tuned do not.
-
-    Raises:
-        TypeError: it is no dataclass, or a field is not bool, int, float or str.
-    """
-    if not is_dataclass(config):
-        raise TypeError(f"config is {kind_of(config)}; it must be a dataclass")
-    values = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
-    values = {name: value for name, value in values.items() if not is_dataclass(value)}
-    for name, value in values.items():
-        if not isinstance(value, PLAIN):
-            raise TypeError(f"config field {name} is {value!r}; it must be a bool, int, float or str")
-    return values
 
 
 def save(device: str, arch: str, entries: Mapping[str, Tuned]) -> Path:

@@ -13,7 +13,7 @@ import torch
 from hopper_fakes import SMS, Launches, addresses, install, numbers
 
 from flashlane import jit
-from flashlane.core import dispatch, registry
+from flashlane.core import dispatch, registry, tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import launch_pool
 from flashlane.kernels.hopper.forward import kernel as forward
@@ -21,7 +21,6 @@ from flashlane.kernels.hopper.forward import launch as forward_launch
 from flashlane.kernels.hopper.forward import select, tiles
 from flashlane.kernels.hopper.forward.config import HopperConfig, columns_of
 from flashlane.kernels.score import ScoreConfig
-from flashlane.tuning import stored
 
 KERNEL = registry.get("hopper(wgmma+tma)")
 
@@ -483,7 +482,7 @@ def test_what_the_tuner_found_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tile; what else the problem needs is switched on again."""
     problem = problem_of(seqlen_q=5000, softcap=3.0)
     other = next(c for c in KERNEL.candidates(problem) if c.consumers != KERNEL.config(problem).consumers)
-    found = stored.plain_config(replace(other, score=ScoreConfig(), has_left=True))
+    found = tuned.plain_config(replace(other, score=ScoreConfig(), has_left=True))
     monkeypatch.setattr(forward.tuned, "lookup", lambda kernel, asked: found)
     registry.changed()
     try:

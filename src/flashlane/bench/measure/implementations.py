@@ -65,12 +65,24 @@ class Work:
     def poison(self) -> None:
         """Fill the memory of the results with NaN, so that what an implementation does not write shows."""
         if self.direction == "forward":
-            self.out.fill_(math.nan)
-            self.lse.fill_(math.nan)
-            return
-        # Gradients are allocated at each call, in memory that may hold the right ones of an earlier implementation.
-        stale = [torch.full_like(t, math.nan) for t in (self.inputs.q, self.inputs.k, self.inputs.v)]
-        del stale
+            poison_outputs(self.out, self.lse)
+        else:
+            poison_gradient_memory(self.inputs)
+
+
+def poison_outputs(*results: torch.Tensor) -> None:
+    """Fill results that every implementation writes to with NaN."""
+    for result in results:
+        result.fill_(math.nan)
+
+
+def poison_gradient_memory(inputs: Inputs) -> None:
+    """Fill memory with NaN that the gradients of the next call may get: it may hold the right ones of an earlier one.
+
+    They are allocated at each call, from what the allocator has of their sizes.
+    """
+    stale = [torch.full_like(t, math.nan) for t in (inputs.q, inputs.k, inputs.v)]
+    del stale
 
 
 def prepare(
