@@ -26,7 +26,13 @@ def index_first_axis_residual(values: torch.Tensor, indices: torch.Tensor) -> tu
 
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
-    """``(first_axis_dim, …)`` with rows at their indices and zeros elsewhere."""
+    """``(first_axis_dim, …)`` with rows at their indices and zeros elsewhere.
+
+    Raises:
+        TypeError: the indices are no whole numbers.
+    """
+    if indices.dtype not in (torch.int32, torch.int64):  # a mask would count as rows 0 and 1
+        raise TypeError(f"indices has dtype {indices.dtype}; it must be torch.int64 or torch.int32")
     return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices.long(), values)
 
 
