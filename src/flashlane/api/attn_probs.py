@@ -12,6 +12,7 @@ import torch
 
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.validate import holds_nothing
 from flashlane.ops import torch_rules
 from flashlane.reference.masks import SequenceBatch, sequence_batches, tiles
 from flashlane.reference.score import scores_of
@@ -50,6 +51,8 @@ def signed_probabilities(problem: AttentionProblem, inputs: Inputs) -> torch.Ten
         inputs = replace(inputs, q=inputs.q.to(problem.dtype), k=inputs.k.to(problem.dtype))
     lengths = (-(-n // ROUND_TO) * ROUND_TO for n in (problem.seqlen_q, problem.seqlen_k))
     result = inputs.q.new_zeros((problem.batch, problem.heads, *lengths))
+    if problem.varlen and holds_nothing(inputs.cu_seqlens_q):
+        return result  # without the lengths there is nothing but its shape
     block = block_of_keys(problem.head_dim, problem.dropout_p > 0, problem.causal, problem.arch)
     with torch_rules.no_autocast(inputs.q):
         for sequences in sequence_batches(problem, inputs):

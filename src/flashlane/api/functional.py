@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ _OF_KV = {"k": "kv", "v": "kv"}
 _FLOATS = (*TENSORS[:3], *MODIFIERS)
 """The arguments of which a gradient could be asked."""
 
+T = TypeVar("T")
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -124,7 +125,7 @@ def flash_attn_qkvpacked_func(
     q, k, v = _unpack("qkv", qkv, 3)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
-    return _unpacked(_OF_QKV, flash_attn_func, q, k, v, *tail, **ours, logit_scale=logit_scale)
+    return by_callers_names(_OF_QKV, flash_attn_func, q, k, v, *tail, **ours, logit_scale=logit_scale)
 
 
 def flash_attn_kvpacked_func(
@@ -149,7 +150,7 @@ def flash_attn_kvpacked_func(
     k, v = _unpack("kv", kv, 2)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
-    return _unpacked(_OF_KV, flash_attn_func, q, k, v, *tail, **ours, logit_scale=logit_scale)
+    return by_callers_names(_OF_KV, flash_attn_func, q, k, v, *tail, **ours, logit_scale=logit_scale)
 
 
 def flash_attn_varlen_func(
@@ -244,7 +245,7 @@ def flash_attn_varlen_qkvpacked_func(
     where = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
-    return _unpacked(_OF_QKV, flash_attn_varlen_func, q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
+    return by_callers_names(_OF_QKV, flash_attn_varlen_func, q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -277,7 +278,7 @@ def flash_attn_varlen_kvpacked_func(
     where = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     ours: dict[str, Any] = {"kernel": kernel, "return_lse": return_lse, "sinks": sinks, "attn_bias": attn_bias}
-    return _unpacked(_OF_KV, flash_attn_varlen_func, q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
+    return by_callers_names(_OF_KV, flash_attn_varlen_func, q, k, v, *where, *tail, **ours, logit_scale=logit_scale)
 
 
 def flash_attn_with_kvcache(
@@ -441,8 +442,8 @@ def explain(
     return dispatch.explain_problem(problem, kernel)
 
 
-def _unpacked(names: dict[str, str], function: Callable[..., Result], *arguments: Any, **ours: Any) -> Result:
-    """A call of packed tensors by the function that takes them apart; errors call the arguments as the caller does."""
+def by_callers_names(names: dict[str, str], function: Callable[..., T], *arguments: Any, **ours: Any) -> T:
+    """A call of a function whose arguments have other names than those of its caller: errors have the caller's."""
     try:
         return function(*arguments, **ours)
     except (TypeError, ValueError) as error:

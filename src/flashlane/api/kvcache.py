@@ -303,11 +303,18 @@ def check_length(cache_seqlens: Any, capacity: int) -> None:
 
 def _check_caches(q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> int:
     """Rank, so that the rest may read shapes; returns how many rows a sequence may have."""
-    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_strided(name, t)
-        if t.dim() != 4:
-            axes = ", ".join(axes_of(name[:1], varlen=False, paged=block_table is not None))
-            raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank 4: ({axes})")
+    _check_rank("q", q, paged=False)
+    return capacity_of(k_cache, v_cache, block_table)
+
+
+def capacity_of(k_cache: Any, v_cache: Any, block_table: Any) -> int:
+    """How many rows of a cache a sequence may have.
+
+    Raises:
+        TypeError, ValueError: these are no caches, or the table is none.
+    """
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_rank(name, t, paged=block_table is not None)
     if block_table is None:
         return k_cache.shape[1]
     if not isinstance(block_table, torch.Tensor):
@@ -318,6 +325,13 @@ def _check_caches(q: Any, k_cache: Any, v_cache: Any, block_table: Any) -> int:
     if block_table.dim() != 2:
         raise ValueError(f"block_table has shape {tuple(block_table.shape)}; it must be (batch, pages)")
     return k_cache.shape[1] * block_table.shape[1]
+
+
+def _check_rank(name: str, t: Any, paged: bool) -> None:
+    check_strided(name, t)
+    if t.dim() != 4:
+        axes = ", ".join(axes_of(name[:1], varlen=False, paged=paged))
+        raise ValueError(f"{name} has shape {tuple(t.shape)}, rank {t.dim()}; it must have rank 4: ({axes})")
 
 
 def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,11 @@ def check_sizes(inputs: Inputs, varlen: bool, paged: bool, batch: bool = True) -
         for name, t in (("k", k), ("v", v)):
             if t.shape[0] != q.shape[0]:
                 raise ValueError(f"{name} has batch size {t.shape[0]} and q has {q.shape[0]}; they must be equal")
+    check_equal_lengths(k, v)
+
+
+def check_equal_lengths(k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ValueError unless k and v have the same axes before the heads."""
     if k.shape[:-2] != v.shape[:-2]:
         raise ValueError(f"v has shape {tuple(v.shape)} and k has {tuple(k.shape)}; their lengths must be equal")
 
@@ -203,7 +209,7 @@ def check_varlen(inputs: Inputs, contents: bool = True) -> tuple[int, int, int]:
         name, shape = f"cu_seqlens_{side}", "(batch + 1,) with batch >= 1"
         check_indices(name, cu, shape, lambda found: len(found) == 1 and found[0] >= 2, inputs.q)
         check_longest(f"max_seqlen_{side}", longest)
-        if contents and cu.is_cpu:
+        if contents and cu.is_cpu and not holds_nothing(cu):
             _check_cu_seqlens(inputs, side)
         sizes.append((cu.numel() - 1, longest))
     if sizes[0][0] != sizes[1][0]:
@@ -216,11 +222,35 @@ def _check_cu_seqlens(inputs: Inputs, side: str) -> None:
     total = total.shape[0]
     if side == "k" and inputs.block_table is not None:
         total = 2**31 - 1  # the lengths of pages, which are checked with the table
-    if int(cu[0]) != 0 or int(cu[-1]) > total or bool((cu.diff() < 0).any()) or int(cu.diff().max()) > longest:
+    check_starts(f"cu_seqlens_{side}", cu, total, side, longest)
+
+
+def check_starts(name: str, cu: torch.Tensor, total: int, of: str, longest: int | None = None) -> None:
+    """Check the contents of ``cu_seqlens``, which this reads.
+
+    Args:
+        name: what the caller calls it.
+        cu: int32 ``(b + 1,)``.
+        total: the packed rows.
+        of: the tensor that has them.
+        longest: ``max_seqlen`` of this tensor; None where the sequences may have any length.
+
+    Raises:
+        ValueError: it describes sequences that cannot be.
+    """
+    lengths = cu.diff()
+    right = int(cu[0]) == 0 and int(cu[-1]) <= total and not bool((lengths < 0).any())
+    if not right or (longest is not None and int(lengths.max()) > longest):
+        bound = "" if longest is None else f", with no sequence longer than max_seqlen_{of} {longest}"
         raise ValueError(
-            f"cu_seqlens_{side} is {cu.tolist()}; it must start at 0, never fall, end by {total} (the total "
-            f"of {side}), with no sequence longer than max_seqlen_{side} {longest}"
+            f"{name} is {cu.tolist()}; it must start at 0, never fall, end by {total} (the total of {of}){bound}"
         )
+
+
+def holds_nothing(t: torch.Tensor) -> bool:
+    """Whether a tensor has no contents: it is fake, or on the meta device."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # where nothing imported it, nothing is
+    return t.is_meta or (fake is not None and isinstance(t, fake.FakeTensor))
 
 
 def check_cache(inputs: Inputs, batch: int, varlen: bool, contents: bool = True) -> int:
@@ -245,7 +275,7 @@ def check_cache(inputs: Inputs, batch: int, varlen: bool, contents: bool = True)
         shape = f"(batch, pages) with batch {batch} and at least one page"
         check_indices("block_table", table, shape, lambda found: len(found) == 2 and found[0] == batch and found[1], q)
     capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
-    if contents and (indices or table is not None) and q.is_cpu:
+    if contents and (indices or table is not None) and q.is_cpu and not holds_nothing(q):
         _check_cache_contents(inputs, indices, capacity, varlen)
     return capacity
 

@@ -14,6 +14,7 @@ import torch
 
 from flashlane.api.attn_probs import block_of_keys, signed_probabilities
 from flashlane.api.functional import (
+    by_callers_names,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -22,11 +23,13 @@ from flashlane.api.functional import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flashlane.core.arch import arch_of
+from flashlane.api.kvcache import capacity_of
+from flashlane.core.arch import arch_of, compute_dtype
 from flashlane.core.problem import CallOptions, Inputs
-from flashlane.core.validate import whole_number
+from flashlane.core.validate import check_strided, whole_number
+from flashlane.integrations.flash_attn.lengths import check_cu_seqlens, check_used
 from flashlane.ops import call as ops
-from flashlane.ops import schema
+from flashlane.ops import call_cache, schema
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -108,6 +111,9 @@ def _flash_attn_varlen_forward(
     if seqused_k is not None:
         if block_table is None:
             raise NotImplementedError("seqused_k is given without block_table; cu_seqlens_k says the lengths")
+        rows = by_callers_names({"k_cache": "k", "v_cache": "v"}, capacity_of, k, v, block_table)
+        batch = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, k)
+        check_used("seqused_k", seqused_k, batch, k, rows, "the rows of block_table")
         cu_seqlens_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
     options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)
     packed = _packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -236,8 +242,31 @@ def _backward(
     lse: torch.Tensor,
     into: tuple[torch.Tensor | None, ...],
 ) -> None:
-    operands = schema.operands(inputs, options, True, None)
+    problem = ops.problem_of(inputs, names=_NAMES, **options._asdict())
+    _check_results(inputs, {"dout": dout, "out": out, "softmax_lse": lse})
+    for name, target, like in zip(("dq", "dk", "dv"), into, (inputs.q, inputs.k, inputs.v), strict=True):
+        if target is not None:
+            check_strided(name, target)
+            if target.shape != like.shape:
+                raise ValueError(f"{name} has shape {tuple(target.shape)}; it must be {tuple(like.shape)}, or None")
+    operands = schema.operands(inputs, problem.options, True, None)
     found = torch.ops.flashlane.backward(out, lse, dout, None, False, *operands)
     for target, gradient in zip(into, found, strict=False):
         if target is not None:
             target.copy_(gradient)
+
+
+def _check_results(inputs: Inputs, given: dict[str, Any]) -> None:
+    """Check what a backward reads of a forward: the gradient of the output, the output, and the LSE."""
+    q = inputs.q
+    of_out, of_lse = call_cache.shapes(q, inputs.v)
+    for name, t in given.items():
+        is_lse = name == "softmax_lse"
+        dtype, shape = (compute_dtype(q.dtype), of_lse) if is_lse else (q.dtype, of_out)
+        check_strided(name, t)
+        if t.dtype != dtype:
+            raise TypeError(f"{name} has dtype {t.dtype}; it must be {dtype}, as q is {q.dtype}")
+        if tuple(t.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {shape}")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must agree")

@@ -1,8 +1,9 @@
 """The names of FlashAttention-3's ``flash_attn_interface`` for flashlane's functions.
 
-``num_splits`` reaches ``flash_attn_with_kvcache``. In the other functions it, and in all of them ``pack_gqa``,
-``sm_margin`` and ``scheduler_metadata``, change no result there and none here. The descales, ``attention_chunk`` and
-``rotary_seqlens`` raise NotImplementedError. Source of the signatures: Dao-AILab/flash-attention, ``hopper``.
+``num_splits`` reaches every call over a cache, and calls of padded keys without gradients. Where keys are packed it
+changes no result there and none here; ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` nowhere do. The descales,
+``attention_chunk`` and ``rotary_seqlens`` raise NotImplementedError. Source of the signatures:
+Dao-AILab/flash-attention, ``hopper``.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import torch
 
 from flashlane.api import functional
 from flashlane.api.combine import combine
-from flashlane.core.validate import check_splits, kind_of, whole_number
+from flashlane.api.functional import by_callers_names
+from flashlane.api.kvcache import capacity_of, check_length
+from flashlane.core.validate import check_flag, check_splits, check_strided, kind_of, whole_number
 from flashlane.integrations.flash_attn import lengths
+from flashlane.integrations.flash_attn.packed import parts_of
 from flashlane.integrations.flash_attn.qv import joined
 from flashlane.integrations.flash_attn.refusal import refuse
 
@@ -28,6 +32,8 @@ __all__ = [
 ]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_OF_CACHE = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "block_table": "page_table"}
+"""What ``flash_attn_with_kvcache`` calls arguments of the functions that it calls."""
 
 
 def flash_attn_func(
@@ -57,7 +63,8 @@ def flash_attn_func(
     check_splits(whole_number(num_splits))
     options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap}
     q, k = joined(q, qv, k, v)
-    return functional.flash_attn_func(q, k, v, **options, deterministic=deterministic, return_lse=return_attn_probs)
+    options |= {"deterministic": deterministic, "return_lse": return_attn_probs}
+    return by_callers_names({"return_lse": "return_attn_probs"}, functional.flash_attn_func, q, k, v, **options)
 
 
 def flash_attn_qkvpacked_func(
@@ -76,25 +83,12 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """:func:`flash_attn_func` of ``(b, s, 3, h, d)``, or with ``num_heads_q`` of ``(b, s, num_heads_q + 2·hk, d)``."""
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
-        q, k, v = qkv.unbind(2)
-    elif qkv.dim() == 4 and num_heads_q is not None:
-        kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
-        if rest or kv_heads < 1:
-            raise ValueError(
-                f"num_heads_q is {num_heads_q} of the {qkv.shape[2]} heads of qkv; an even number of them must be left "
-                "for k and v"
-            )
-        q, k, v = qkv.split([num_heads_q, kv_heads, kv_heads], dim=2)
-    else:
-        raise ValueError(
-            f"qkv has shape {tuple(qkv.shape)}; it must be (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
-            f"(batch, seqlen, heads, head_dim)"
-        )
+    q, k, v = parts_of(qkv, num_heads_q)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     options = {"window_size": window_size, "attention_chunk": attention_chunk, "softcap": softcap}
     tail = {"deterministic": deterministic, "return_attn_probs": return_attn_probs}
-    return flash_attn_func(q, k, v, softmax_scale, causal, **descales, **options, **tail)
+    names = dict.fromkeys(("q", "k", "v"), "qkv")
+    return by_callers_names(names, flash_attn_func, q, k, v, softmax_scale, causal, **descales, **options, **tail)
 
 
 def flash_attn_varlen_func(
@@ -124,6 +118,7 @@ def flash_attn_varlen_func(
 ) -> Result:
     """:func:`flashlane.flash_attn_varlen_func`, of the first ``seqused`` rows of each sequence where they are given."""
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
+    return_attn_probs = check_flag("return_attn_probs", return_attn_probs)
     q, k = joined(q, qv, k, v)
     out, lse = lengths.attend(
         q,
@@ -156,10 +151,23 @@ def flash_attn_combine(
 
     Packed: ``(n, total, h, d)`` with ``(n, total, h)``. A given ``out`` is written to and returned.
     """
+    for name, t in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        check_strided(name, t)
+    if out_partial.dim() not in (4, 5):
+        raise ValueError(
+            f"out_partial has shape {tuple(out_partial.shape)}; it must be (splits, batch, seqlen, heads, head_dim) or "
+            f"(splits, total, heads, head_dim)"
+        )
+    if lse_partial.shape != out_partial.shape[:-1]:
+        raise ValueError(
+            f"lse_partial has shape {tuple(lse_partial.shape)}; it must be {tuple(out_partial.shape[:-1])}, that of "
+            f"out_partial but its last axis"
+        )
     if out is not None:
         _check_out(out, out_partial, out_dtype)
     dtype = out.dtype if out is not None and out_dtype is None else out_dtype
-    found, lse = combine(out_partial, lse_partial.transpose(-1, -2), out_dtype=dtype)
+    partial = out_partial, lse_partial.transpose(-1, -2)
+    found, lse = by_callers_names({"outs": "out_partial", "lses": "lse_partial"}, combine, *partial, out_dtype=dtype)
     return found if out is None else out.copy_(found), lse.transpose(-1, -2)
 
 
@@ -219,11 +227,13 @@ def flash_attn_with_kvcache(
     for name, value in (("k", k), ("rotary_cos", rotary_cos)):
         if qv is not None and value is not None:
             raise NotImplementedError(f"{name} is given with qv; flashlane takes qv over a cache that holds its keys")
-    q, k_cache = joined(q, qv, k_cache, v_cache)
+    q, k_cache = by_callers_names(_OF_CACHE, joined, q, qv, k_cache, v_cache)
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal}
     options |= {"window_size": window_size, "softcap": softcap}
     if cu_seqlens_q is None:
-        return functional.flash_attn_with_kvcache(
+        return by_callers_names(
+            {"block_table": "page_table"},
+            functional.flash_attn_with_kvcache,
             q,
             k_cache,
             v_cache,
@@ -245,19 +255,24 @@ def flash_attn_with_kvcache(
     for name, value in alone.items():
         if value is not None:
             raise NotImplementedError(f"{name} is given with cu_seqlens_q; flashlane takes it with q of four axes only")
-    batch = len(cu_seqlens_q) - 1
+    return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
+    check_strided("q", q)
+    batch = lengths.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+    rows = by_callers_names(_OF_CACHE, capacity_of, k_cache, v_cache, page_table)
     if page_table is None:  # the rows of a sequence are one page
         if batch > k_cache.shape[0]:
             raise ValueError(
                 f"cu_seqlens_q has {batch} sequences and k_cache has {k_cache.shape[0]}; each needs its keys"
             )
         page_table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
-    rows = page_table.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, torch.Tensor):
-        full = rows if cache_seqlens is None else cache_seqlens
+        full = rows if cache_seqlens is None else whole_number(cache_seqlens)
+        check_length(full, rows)
         cache_seqlens = torch.full((batch,), full, dtype=torch.int32, device=q.device)
     lengths.check_used("cache_seqlens", cache_seqlens, batch, q, rows, "the rows of k_cache")
-    out, lse = lengths.attend(
+    out, lse = by_callers_names(
+        _OF_CACHE,
+        lengths.attend,
         q,
         k_cache,
         v_cache,

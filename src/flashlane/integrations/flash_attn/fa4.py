@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from flashlane.api import functional
-from flashlane.core.validate import check_flag, check_splits, whole_number
+from flashlane.api.functional import by_callers_names
+from flashlane.core.validate import check_flag, check_splits, check_strided, whole_number
 from flashlane.integrations.flash_attn import fa3, lengths
 from flashlane.integrations.flash_attn.refusal import refuse
 
@@ -23,6 +24,8 @@ __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "g
 
 Sides = tuple[int | None, int | None]
 Result = tuple[torch.Tensor, torch.Tensor | None]
+_NAMES = {"sinks": "learnable_sink", "block_table": "page_table"}
+"""What these functions call arguments of flashlane's."""
 
 
 def flash_attn_func(
@@ -53,7 +56,10 @@ def flash_attn_func(
     refuse(mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars)
     refuse(block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd)
     check_splits(whole_number(num_splits))
-    results = functional.flash_attn_func(
+    return_lse = check_flag("return_lse", return_lse)
+    results = by_callers_names(
+        _NAMES,
+        functional.flash_attn_func,
         q,
         k,
         v,
@@ -108,9 +114,14 @@ def flash_attn_varlen_func(
     refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd)
     refuse(mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars)
     refuse(block_sparse_tensors=block_sparse_tensors, seqlen_k_per_split=seqlen_k_per_split)
+    return_lse = check_flag("return_lse", return_lse)
+    for name, t in (("q", q), ("k", k)):
+        check_strided(name, t)
     longest_q = max_seqlen_q if max_seqlen_q is not None or cu_seqlens_q is None else len(q)
     longest_k = max_seqlen_k if max_seqlen_k is not None or cu_seqlens_k is None else len(k)
-    results = lengths.attend(
+    results = by_callers_names(
+        _NAMES,
+        lengths.attend,
         q,
         k,
         v,

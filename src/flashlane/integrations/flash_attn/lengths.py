@@ -13,10 +13,22 @@ from typing import Any
 import torch
 
 from flashlane.api import functional
-from flashlane.api.functional import flash_attn_varlen_func, flash_attn_with_kvcache
+from flashlane.api.functional import by_callers_names, flash_attn_varlen_func, flash_attn_with_kvcache
+from flashlane.api.kvcache import capacity_of
 from flashlane.core.problem import MODIFIERS, CallOptions, Inputs
-from flashlane.core.validate import check_splits, kind_of, whole_number
+from flashlane.core.validate import (
+    check_equal_lengths,
+    check_longest,
+    check_splits,
+    check_starts,
+    check_strided,
+    kind_of,
+    whole_number,
+)
 from flashlane.ops.watched import holds_numbers, is_observed
+
+_NAMES = {"k_cache": "k", "v_cache": "v", "cache_seqlens": "seqused_k", "block_table": "page_table"}
+"""What callers of :func:`attend` call arguments of ``flash_attn_with_kvcache``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +86,28 @@ def check_used(name: str, used: Any, batch: int, q: torch.Tensor, most: int | to
     if used.device != q.device:
         raise ValueError(f"{name} is on {used.device} and q is on {q.device}; they must agree")
     bounds = (used, most) if isinstance(most, torch.Tensor) else (used,)
-    if readable(*bounds) and not bool(((used >= 0) & (used <= most)).all()):
+    most_int32 = most if isinstance(most, torch.Tensor) else min(most, 2**31 - 1)
+    if readable(*bounds) and not bool(((used >= 0) & (used <= most_int32)).all()):
         largest = most.tolist() if isinstance(most, torch.Tensor) else most
         raise ValueError(f"{name} is {used.tolist()}; it may be 0 to {largest}, {why}")
 
 
-def _check_starts(name: str, cu: Any) -> None:
+def check_cu_seqlens(name: str, cu: Any, t: torch.Tensor) -> int:
+    """Check the kind of ``cu_seqlens`` of a tensor, but not what it holds; returns the number of sequences.
+
+    Raises:
+        TypeError, ValueError: it is no int32 tensor ``(b + 1,)`` on the tensor's device; the message has its name.
+    """
     if not isinstance(cu, torch.Tensor):
         raise TypeError(f"{name} is {kind_of(cu)}; it must be an int32 torch.Tensor of shape (batch + 1,)")
+    check_strided(name, cu)
     if cu.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {cu.dtype}; it must be torch.int32")
     if cu.dim() != 1 or len(cu) < 2:
         raise ValueError(f"{name} has shape {tuple(cu.shape)}; it must be (batch + 1,) with batch >= 1")
+    if cu.device != t.device:
+        raise ValueError(f"{name} is on {cu.device} and q is on {t.device}; they must agree")
+    return len(cu) - 1
 
 
 def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor | None, longest: Any) -> Side:
@@ -108,7 +130,7 @@ def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor
     if cu is not None and used is None:
         if longest is None:
             raise ValueError(f"max_seqlen_{name} is None and cu_seqlens_{name} is given; it must be a whole number")
-        _check_starts(f"cu_seqlens_{name}", cu)
+        check_cu_seqlens(f"cu_seqlens_{name}", cu, t)
         return Side(cu, whole_number(longest))
     if used is not None:
         _check_rows_in_use(name, t, cu, used, longest)
@@ -139,16 +161,16 @@ def _check_rows_in_use(name: str, t: torch.Tensor, cu: torch.Tensor | None, used
     if cu is None:
         check_used(argument, used, t.shape[0], t, t.shape[1], f"the rows of {name}")
         return
-    _check_starts(f"cu_seqlens_{name}", cu)
+    check_cu_seqlens(f"cu_seqlens_{name}", cu, t)
     check_used(argument, used, len(cu) - 1, t, _longest(f"max_seqlen_{name}", longest), f"max_seqlen_{name}")
     if readable(cu):
+        check_starts(f"cu_seqlens_{name}", cu, len(t), name)
         check_used(argument, used, len(cu) - 1, t, cu.diff(), f"the rows of cu_seqlens_{name}")
 
 
 def _longest(name: str, longest: Any) -> Any:
     longest = whole_number(longest)
-    if not isinstance(longest, torch.SymInt) and not (isinstance(longest, int) and longest >= 0):
-        raise ValueError(f"{name} is {longest!r}; it must be a whole number of at least 0")
+    check_longest(name, longest)
     return longest
 
 
@@ -174,19 +196,21 @@ def attend(
     """
     num_splits = whole_number(num_splits)
     check_splits(num_splits)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_strided(name, t)
+    check_equal_lengths(k, v)
     if page_table is not None and seqused_k is None:
         raise ValueError("seqused_k is None and page_table is given; it must be the lengths, int32 (batch,)")
     tensors = [t for t in (q, k, v, *options.values()) if isinstance(t, torch.Tensor)]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if seqused_k is not None and cu_seqlens_k is None:
-        rows_of_k = k.shape[1] if page_table is None else page_table.shape[1] * k.shape[1]
-        batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        rows_of_k = by_callers_names(_NAMES, capacity_of, k, v, page_table)
+        batch = q.shape[0] if cu_seqlens_q is None else check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
         check_used("seqused_k", seqused_k, batch, q, rows_of_k, "the rows of k")
     if cu_seqlens_q is seqused_q is cu_seqlens_k is None and (page_table is not None or not differentiable):
         options.pop("deterministic", None)
-        return flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=seqused_k, block_table=page_table, num_splits=num_splits, return_lse=True, **options
-        )
+        options |= {"cache_seqlens": seqused_k, "block_table": page_table, "num_splits": num_splits}
+        return by_callers_names(_NAMES, flash_attn_with_kvcache, q, k, v, return_lse=True, **options)
     queries = side("q", q, cu_seqlens_q, seqused_q, max_seqlen_q)
     rows = queries.packed(q)
     if page_table is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from flashlane.core.validate import check_dtype, check_strided
+
 
 def joined(
     q: torch.Tensor, qv: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
@@ -16,10 +18,18 @@ def joined(
     """q concatenated with qv, and k with v, both ``(…, d + dv)``; q and k themselves without qv.
 
     Raises:
-        ValueError: the shapes do not fit together.
+        TypeError: one is no tensor, or has a dtype that attention is not computed of, or not that of q.
+        ValueError: the shapes do not fit together, or one is on another device than q.
     """
     if qv is None:
         return q, k
+    for name, t in (("q", q), ("qv", qv), ("k", k), ("v", v)):
+        check_strided(name, t)
+        check_dtype(name, t.dtype)
+        if t.dtype != q.dtype:  # torch.cat would give the wider one
+            raise TypeError(f"{name} has dtype {t.dtype} and q has {q.dtype}; they must be equal")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must be on one device")
     if qv.shape != (*q.shape[:-1], v.shape[-1]):
         raise ValueError(
             f"qv has shape {tuple(qv.shape)}; with this q and v it must be {(*q.shape[:-1], v.shape[-1])}: "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashlane.api.rotary import rotate
-from flashlane.core.validate import kind_of, whole_number
+from flashlane.core.validate import check_dtype, check_starts, check_strided, kind_of, whole_number
 from flashlane.integrations.flash_attn.lengths import readable
+from flashlane.integrations.flash_attn.packed import parts_of
 
 __all__ = [
     "RotaryEmbedding",
@@ -47,6 +50,7 @@ def apply_rotary_emb(
             offsets and lengths are numbers or on the CPU; a GPU's are not read, and count as the nearest in the tables.
     """
     seqlen_offsets = whole_number(seqlen_offsets)
+    _check_x(x, cu_seqlens)
     _check_tables(cos, sin, x)
     _check_offsets(seqlen_offsets, x, cos, cu_seqlens)
     if cu_seqlens is None:
@@ -93,21 +97,7 @@ def apply_rotary_emb_qkv_(
         seqlen_offsets: as cos.
         num_heads_q: heads of q of a tensor of four axes.
     """
-    if qkv.dim() == 5:
-        q, k = qkv[:, :, 0], qkv[:, :, 1]
-    elif qkv.dim() == 4 and num_heads_q is not None:
-        kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
-        if rest or kv_heads < 1:
-            raise ValueError(
-                f"num_heads_q is {num_heads_q} of the {qkv.shape[2]} heads of qkv; an even number of them must be left "
-                "for k and v"
-            )
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + kv_heads]
-    else:
-        raise ValueError(
-            f"qkv has shape {tuple(qkv.shape)}; it must be (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
-            f"(batch, seqlen, heads, head_dim)"
-        )
+    q, k, _ = parts_of(qkv, num_heads_q)
     apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     of_k = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     apply_rotary_emb(k, *of_k, interleaved, True, seqlen_offsets)
@@ -118,6 +108,7 @@ def apply_rotary_emb_kv_(
     kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False, seqlen_offsets: Offsets = 0
 ) -> torch.Tensor:
     """k of ``(b, s, 2, h, d)`` rotated in place; returns it."""
+    check_strided("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv has shape {tuple(kv.shape)}; it must be (batch, seqlen, 2, heads, head_dim)")
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
@@ -200,7 +191,33 @@ class RotaryEmbedding(torch.nn.Module):
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, *rest)
 
 
-def _check_tables(cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor) -> None:
+def _check_x(x: Any, cu_seqlens: Any) -> None:
+    """Check what is rotated, and the lengths of its sequences: what these hold too, where it can be read."""
+    check_strided("x", x)
+    check_dtype("x", x.dtype)
+    rank = 4 if cu_seqlens is None else 3
+    if x.dim() != rank:
+        how = "without" if cu_seqlens is None else "with"
+        raise ValueError(f"x has shape {tuple(x.shape)}; {how} cu_seqlens it must have rank {rank}")
+    if cu_seqlens is None:
+        return
+    check_strided("cu_seqlens", cu_seqlens)
+    _check_whole("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (batch + 1,) with batch >= 1")
+    if readable(cu_seqlens):
+        check_starts("cu_seqlens", cu_seqlens, len(x), "x")
+
+
+def _check_whole(name: str, t: torch.Tensor) -> None:
+    if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
+        raise TypeError(f"{name} has dtype {t.dtype}; it must hold whole numbers")
+
+
+def _check_tables(cos: Any, sin: Any, x: torch.Tensor) -> None:
+    for name, t in (("cos", cos), ("sin", sin)):
+        check_strided(name, t)
+        check_dtype(name, t.dtype)
     if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"cos has shape {tuple(cos.shape)}; it must be (seqlen_rotary, rotary_dim / 2) with rotary_dim at most "
@@ -214,8 +231,7 @@ def _check_offsets(offsets: Offsets, x: torch.Tensor, cos: torch.Tensor, cu_seql
     """Check the kind of ``seqlen_offsets``, and that all positions are in the tables where that can be read."""
     batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if isinstance(offsets, torch.Tensor):
-        if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
-            raise TypeError(f"seqlen_offsets has dtype {offsets.dtype}; it must hold whole numbers")
+        _check_whole("seqlen_offsets", offsets)
         if tuple(offsets.shape) != (batch,):
             raise ValueError(
                 f"seqlen_offsets has shape {tuple(offsets.shape)}; it must be (batch,), ({batch},), or one whole number"
