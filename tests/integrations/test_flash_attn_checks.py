@@ -225,6 +225,11 @@ TABLE = ints(0, 1)[:, None]
             ValueError, "learnable_sink has shape (3,); it must be (4,)", lambda: fourth(learnable_sink=torch.ones(3))
         ),
         refused(TypeError, "q is a list; it must be a torch.Tensor", lambda: fourth([1], cu_seqlens_q=ints(0, 1))),
+        refused(
+            ValueError,
+            "q has shape (); with cu_seqlens_q it must have rank 3",
+            lambda: fourth(torch.tensor(1.0), cu_seqlens_q=ints(0, 1), seqused_q=ints(1)),
+        ),
         refused(TypeError, "return_lse is 'x'; it must be True", lambda: fourth(return_lse="x")),
         refused(
             TypeError,

@@ -115,10 +115,8 @@ def flash_attn_varlen_func(
     refuse(mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars)
     refuse(block_sparse_tensors=block_sparse_tensors, seqlen_k_per_split=seqlen_k_per_split)
     return_lse = check_flag("return_lse", return_lse)
-    for name, t in (("q", q), ("k", k)):
-        check_strided(name, t)
-    longest_q = max_seqlen_q if max_seqlen_q is not None or cu_seqlens_q is None else len(q)
-    longest_k = max_seqlen_k if max_seqlen_k is not None or cu_seqlens_k is None else len(k)
+    longest_q = _longest("q", q, max_seqlen_q, cu_seqlens_q)
+    longest_k = _longest("k", k, max_seqlen_k, cu_seqlens_k)
     results = by_callers_names(
         _NAMES,
         lengths.attend,
@@ -184,6 +182,12 @@ def get_scheduler_metadata(
     seqlen_k_per_split: int | None = None,
 ) -> None:
     """The value for ``scheduler_metadata``: None, since flashlane's kernels need no metadata."""
+
+
+def _longest(name: str, t: torch.Tensor, longest: int | None, cu_seqlens: torch.Tensor | None) -> int | None:
+    """The length of the longest sequence: of packed ones at most all rows."""
+    check_strided(name, t)
+    return longest if longest is not None or cu_seqlens is None or not t.dim() else len(t)
 
 
 def _result(
