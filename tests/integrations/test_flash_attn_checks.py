@@ -96,9 +96,11 @@ def test_lengths_that_would_read_other_rows_are_named(kind: Any, message: str, c
 def test_a_longest_sequence_may_be_any_number() -> None:
     cu_q, cu_k, used = ints(0, 3, 5), ints(0, 2, 6), ints(2, 3)
     want = third_packed(cu_q, cu_k, (3, 4), seqused_k=used)
-    torch.testing.assert_close(third_packed(cu_q, cu_k, (3, 2**31 - 1), seqused_k=used), want)
-    with pytest.raises(ValueError, match=re.escape("seqused_k is [-1, 3]; it may be 0 to 1099511627776, max_seqlen_k")):
-        third_packed(cu_q, cu_k, (3, 2**40), seqused_k=ints(-1, 3))
+    for longest in (2**31 - 1, 2**70):
+        torch.testing.assert_close(third_packed(cu_q, cu_k, (3, longest), seqused_k=used), want)
+    message = f"seqused_k is [-1, 3]; it may be 0 to {2**70}, max_seqlen_k"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        third_packed(cu_q, cu_k, (3, 2**70), seqused_k=ints(-1, 3))
 
 
 QV = torch.randn(2, 5, 4, 8)

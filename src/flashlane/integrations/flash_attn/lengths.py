@@ -17,6 +17,7 @@ from flashlane.api.functional import by_callers_names, flash_attn_varlen_func, f
 from flashlane.api.kvcache import capacity_of
 from flashlane.core.problem import MODIFIERS, CallOptions, Inputs
 from flashlane.core.validate import (
+    FARTHEST,
     check_equal_lengths,
     check_longest,
     check_splits,
@@ -86,8 +87,10 @@ def check_used(name: str, used: Any, batch: int, q: torch.Tensor, most: int | to
     if used.device != q.device:
         raise ValueError(f"{name} is on {used.device} and q is on {q.device}; they must agree")
     bounds = (used, most) if isinstance(most, torch.Tensor) else (used,)
-    most_int32 = most if isinstance(most, torch.Tensor) else min(most, 2**31 - 1)
-    if readable(*bounds) and not bool(((used >= 0) & (used <= most_int32)).all()):
+    if not readable(*bounds):
+        return
+    limit = most if isinstance(most, torch.Tensor) else min(most, FARTHEST)  # torch compares with no larger number
+    if not bool(((used >= 0) & (used <= limit)).all()):
         largest = most.tolist() if isinstance(most, torch.Tensor) else most
         raise ValueError(f"{name} is {used.tolist()}; it may be 0 to {largest}, {why}")
 
