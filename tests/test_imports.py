@@ -22,7 +22,7 @@ BELOW = {
     "ops": {"core", "jit"},
     "api": {"ops", "core", "reference"},
     "integrations": {"api", "flex", "ops", "core"},
-    "distributed": {"api", "ops", "core", "jit"},
+    "distributed": {"ops", "core", "jit"},
 }
 """What a package of the library itself may import; the packages above them may import all of these."""
 LOWEST = "lazy"

@@ -12,9 +12,6 @@ FOLDERS = ("src", "tests", "tools", "benchmarks/scripts", "docs", "README.md", "
 OWN_WORDS = ("docs/notebook/", "docs/glossary.md", "tests/docs/test_vocabulary.py")
 """Notebooks keep the words of their time, and the glossary maps them."""
 
-LANDING: tuple[str, ...] = ()
-"""Folders whose renaming is under way; empty when it is done."""
-
 FORBIDDEN = {
     r"blk/SM|blocks? (?:an|per|each) SM|blocks? of threads|thread blocks?": "CTA; block is a block of rows or keys",
     r"chores?": "in-kernel zeroing of dq_accum, in-kernel postprocess",
@@ -55,7 +52,7 @@ def tracked() -> list[Path]:
             if path.is_file()
         ]
     suffixes = (".py", ".cu", ".cuh", ".md", ".yml", ".toml", ".ipynb", "Makefile")
-    return [ROOT / path for path in paths if path.endswith(suffixes) and not path.startswith((*OWN_WORDS, *LANDING))]
+    return [ROOT / path for path in paths if path.endswith(suffixes) and not path.startswith(OWN_WORDS)]
 
 
 @pytest.fixture(scope="module")
