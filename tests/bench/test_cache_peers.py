@@ -155,11 +155,29 @@ def test_torch_without_block_tables_takes_no_pages(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("page", [0, 256])
-def test_torch_s_operator_has_the_arguments(page: int) -> None:
-    """Where there is no GPU its shapes can be asked of the meta device."""
+def test_torch_s_operator_has_the_arguments(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU, whether it takes them can be asked of the meta device."""
     if page and not takes_pages():
         pytest.skip(f"torch {torch.__version__} has no block_table")
     problem, inputs = cache(page, 4, causal=True)
-    names = ("q", "k", "v", "seqused_k", "block_table")
-    given = {name: None if (t := getattr(inputs, name)) is None else t.to("meta") for name in names}
-    assert PEER["(flash)"].prepare(problem, replace(inputs, **given))().shape == inputs.q.shape
+    real, given = torch.ops.aten._flash_attention_forward.default, []
+
+    def operator(*positional: Any, **named: Any) -> Any:
+        given.append((positional, named))
+        moved = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in (*positional, *named.values())]
+        return real(*moved[: len(positional)], **dict(zip(named, moved[len(positional) :], strict=True)))
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", mock.Mock(default=real, side_effect=operator))
+    assert PEER["(flash)"].prepare(problem, inputs)().shape == inputs.q.shape
+    ((q, k, v, q_ends, k_ends, *numbers), named), *more = given
+    assert not more and numbers == [4, 512, 0.0, True, False], "the longest, dropout_p, is_causal, return_debug_mask"
+    assert torch.equal(q, inputs.q.reshape(20, 4, 64))
+    assert q_ends.tolist() == [0, 4, 8, 12, 16, 20] and k_ends.tolist() == [0, 512, 1024, 1536, 2048, 2560]
+    assert q_ends.dtype == k_ends.dtype == torch.int32
+    wanted = {"scale": problem.scale, "seqused_k": inputs.seqused_k}
+    if page:
+        assert k is inputs.k and v is inputs.v
+        wanted["block_table"] = inputs.block_table
+    else:
+        assert torch.equal(k, inputs.k.reshape(2560, 2, 64)) and torch.equal(v, inputs.v.reshape(2560, 2, 64))
+    assert named.keys() == wanted.keys() and all(named[name] is wanted[name] for name in wanted)

@@ -113,9 +113,35 @@ MERGED = {
 
 @pytest.mark.parametrize("name", [name for name in MERGED if name.startswith("documents")])
 def test_steps_of_documents_are_packed_sequences(name: str) -> None:
-    division = MERGED[name].division
-    steps = [ring_calls(division, rank, shard, True, False) for rank in range(4) for shard in range(4)]
-    assert any(isinstance(call, Packed) for step in steps for call in step.calls)
+    ring, packed = MERGED[name], 0
+    tokens = [token_indices(ring.layout, ring.lengths, 4, rank) for rank in range(4)]
+    documents = torch.repeat_interleave(torch.arange(len(ring.lengths)), torch.tensor(ring.lengths))
+    for rank, shard in itertools.product(range(4), range(4)):
+        calls = ring_calls(ring.division, rank, shard, True, False).calls
+        apart = tokens[rank][:, None] - tokens[shard]
+        sees = (documents[tokens[rank]][:, None] == documents[tokens[shard]]) & (apart >= 0)
+        if ring.left >= 0:
+            sees &= apart <= ring.left
+        computed = torch.zeros(sees.shape, dtype=torch.int32)
+        for call in calls:
+            blocks = call.blocks if isinstance(call, Packed) else (call,)
+            for block in blocks:  # all of a call have the window of the first one
+                computed[block.q_first : block.q_stop, block.k_first : block.k_stop] += seen_by_a_kernel(
+                    block.q_stop - block.q_first, block.k_stop - block.k_first, blocks[0].left, blocks[0].right
+                )
+            if isinstance(call, Packed):
+                packed += 1
+                ends = [0, *(stop for _, stop, _ in call.sequences)]
+                assert [first for first, *_ in call.sequences] == ends[:-1] and ends[-1] == len(sees)
+                assert tuple(block for *_, block in call.sequences if block) == call.blocks
+        assert torch.equal(computed, sees.int()), (rank, shard)
+    assert packed > 0
+
+
+def seen_by_a_kernel(rows: int, keys: int, left: int, right: int) -> torch.Tensor:
+    """Which keys a sequence's queries see under a window, which is aligned with the last query and the last key."""
+    apart = torch.arange(rows)[:, None] + (keys - rows) - torch.arange(keys)
+    return ((apart <= left) | (left < 0)) & ((-apart <= right) | (right < 0))
 
 
 @pytest.mark.gpu

@@ -80,6 +80,8 @@ def test_more_work_never_takes_less() -> None:
                 replace(base, batch=8, seqlen_k=4096),
             ]
             times = [{each.config: each.microseconds for each in cost.ranked(variant, asked)} for asked in more]
+            # Head dims up to 256 have the variants without tiling of them, larger ones have the other.
+            assert bool(times[0]) == ((head_dim > 256) == (variant.max_head_dim > 256)), (tag, head_dim)
             for config in times[0]:
                 row = [found[config] for found in times]
                 assert row == sorted(row), (tag, config)
