@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 
+import disassembly
 import pytest
 from jit_sources import multiply, spilling, vector_add
 
@@ -211,7 +212,7 @@ def test_missing_compiler_or_headers_say_how_to_install(monkeypatch, tmp_path):
         toolchain.nvrtc.cache_clear()
 
 
-@pytest.mark.skipif(not sass.disassemblers(), reason="no disassembler")
+@disassembly.needs_disassembler
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_instruction_counts(arch):
     counts = jit.instruction_counts(jit.compile(multiply(steps=5), arch).cubin)
@@ -238,3 +239,14 @@ def test_instruction_parsing():
 def test_no_disassembler_gives_none(monkeypatch):
     monkeypatch.setattr(jit.sass, "disassemblers", lambda: ())
     assert jit.disassemble(b"\x7fELF") is None and jit.instruction_counts(b"\x7fELF") is None
+
+
+def test_a_missing_disassembler_fails_where_triton_brings_one(monkeypatch):
+    """And skips elsewhere: a test that reads SASS passes nowhere without any."""
+    monkeypatch.setattr(jit, "disassemble", lambda cubin, encodings=False: None)
+    monkeypatch.setattr(jit, "instruction_counts", lambda cubin: None)
+    for read in (disassembly.disassembled, disassembly.counted):
+        for triton, outcome in ((True, pytest.fail.Exception), (False, pytest.skip.Exception)):
+            monkeypatch.setattr(disassembly, "TRITON_HERE", triton)
+            with pytest.raises(outcome, match="no disassembler"):
+                read(b"")

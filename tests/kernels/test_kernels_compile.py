@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from disassembly import counted
 
 from flashlane import jit
 from flashlane.core import registry
@@ -51,9 +52,7 @@ def check(kernel: DeviceKernel, problem: AttentionProblem) -> None:
     assert occupancy.ctas >= getattr(config, "min_blocks", 1) or occupancy.limit == "shared memory"
     if kernel.family != "mma" or problem.arch != "sm_90a":
         return  # disassembling takes as long as compiling; the instructions are the same on every architecture
-    counts = jit.instruction_counts(compiled.cubin)
-    if counts is None:
-        return
+    counts = counted(compiled.cubin)
     assert counts["HMMA"] > 0 and counts["LDSM"] > 0 and counts["MUFU.EX2"] > 0
     if isinstance(config, MmaConfig):
         assert (counts.get("LDGSTS", 0) > 0) == config.vector

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from disassembly import disassembled
 
 from flashlane import jit
 from flashlane.core import registry
@@ -39,9 +40,7 @@ def sources() -> Iterator[KernelSource]:
 
 @pytest.mark.parametrize("source", tuple(sources()), ids=lambda source: source.name.removeprefix("kernels/"))
 def test_it_waits_before_it_touches_memory(source: KernelSource) -> None:
-    text = jit.disassemble(jit.compile(source, "sm_90a").cubin)
-    if text is None:
-        pytest.skip("no disassembler")
+    text = disassembled(jit.compile(source, "sm_90a").cubin)
     lines = text.splitlines()
     waits = next(number for number, line in enumerate(lines) if WAIT in line)
     touches = next(number for number, line in enumerate(lines) if GLOBAL.search(line))

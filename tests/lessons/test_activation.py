@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from lesson_checks import ARCHITECTURES, SIZES, needs_sass, randn
+from disassembly import needs_disassembler
+from lesson_checks import ARCHITECTURES, SIZES, randn
 
 from flashlane import jit, lessons
 from flashlane.lessons import activation, comparison, launch
@@ -18,7 +19,7 @@ def test_dense_tensors():
     assert not any(activation.is_dense(t) for t in (x[:, :3], x[..., ::2], x[:1].expand(4, 6, 8)))
 
 
-@needs_sass
+@needs_disassembler
 @pytest.mark.parametrize("config", activation.CONFIGS.values(), ids=lambda c: c.tag)
 def test_activations_compile_to_wide_accesses(config):
     for arch in ARCHITECTURES:

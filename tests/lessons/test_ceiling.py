@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lesson_checks import ARCHITECTURES, loop_of, needs_sass, opcode_count
+from disassembly import needs_disassembler
+from lesson_checks import ARCHITECTURES, loop_of, opcode_count
 
 from flashlane import jit, lessons
 from flashlane.lessons import ceiling, comparison, gemm
@@ -16,7 +17,7 @@ def test_the_ceiling_needs_a_gpu():
         lessons.mma_ceiling()
 
 
-@needs_sass
+@needs_disassembler
 @pytest.mark.parametrize("config", ceiling.CONFIGS.values(), ids=lambda c: f"{c.warps}warps")
 @pytest.mark.parametrize("operands", gemm.OPERANDS, ids="-".join)
 def test_the_ceiling_loop_is_products_and_a_counter(config, operands):

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from lesson_checks import ARCHITECTURES, loop_of, needs_sass, opcode_count, randn
+from disassembly import needs_disassembler
+from lesson_checks import ARCHITECTURES, loop_of, opcode_count, randn
 
 from flashlane import jit, lessons
 from flashlane.kernels.tile_layout import CHUNK
@@ -271,7 +272,7 @@ def gemm_points():
             yield config, gemm.OPERANDS[0], "tn", "sm_90a"
 
 
-@needs_sass
+@needs_disassembler
 @pytest.mark.parametrize(
     ("config", "operands", "layout", "arch"),
     sorted(set(gemm_points()), key=str),

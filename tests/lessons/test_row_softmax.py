@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from lesson_checks import ARCHITECTURES, needs_sass, randn
+from disassembly import needs_disassembler
+from lesson_checks import ARCHITECTURES, randn
 
 from flashlane import jit, lessons
 from flashlane.lessons import comparison, launch, row_softmax
@@ -42,7 +43,7 @@ def softmax_points():
     return sorted(points, key=str)
 
 
-@needs_sass
+@needs_disassembler
 @pytest.mark.parametrize(
     "config", softmax_points(), ids=lambda c: f"{c.variant.tag}-{c.dtype}-{c.warps_per_row}w-keep{c.keep}"
 )

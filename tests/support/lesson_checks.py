@@ -5,20 +5,15 @@ from __future__ import annotations
 import functools
 import re
 
-import pytest
 import torch
 
 from flashlane import jit
-from flashlane.jit import sass
 from flashlane.lessons import launch
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
 
 
 SIZES = (1, 7, 63, 65, 127, 1023)
-
-
-needs_sass = pytest.mark.skipif(sass.disassemblers() == (), reason="no disassembler")
 
 
 @functools.cache

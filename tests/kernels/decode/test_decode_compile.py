@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from decode_problems import draw, faults
+from disassembly import counted
 
 from flashlane import jit
 from flashlane.core import dispatch, registry
@@ -70,8 +71,8 @@ def test_compiles_without_spills(change: dict[str, Any], arch: str) -> None:
     assert needs.shared_memory + report.static_shared <= jit.shared_limit(arch)
     held = jit.occupancy(arch, needs.threads, report.registers, needs.shared_memory + report.static_shared)
     assert held.ctas >= config.min_blocks
-    counts = jit.instruction_counts(compiled.cubin) if arch == "sm_90a" else None
-    if counts is not None:
+    if arch == "sm_90a":
+        counts = counted(compiled.cubin)
         assert counts["HMMA"] > 0 and counts["LDSM"] > 0 and counts["LDGSTS"] > 0 and counts["MUFU.EX2"] > 0
         assert (counts.get("UTMALDG", 0) > 0) == config.tma
         assert counts.get("STL", 0) == counts.get("LDL", 0) == 0

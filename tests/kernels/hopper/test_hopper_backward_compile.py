@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from disassembly import disassembled
 from sass_loops import families, loops, steady_loops
 
 from flashlane import jit
@@ -114,9 +115,7 @@ def test_the_gradients_compile_as_the_schedule_needs(config_and_source: tuple[An
     assert not [line for line in report.warnings if "spill" not in line]
     assert report.spills <= SPILLS_ALLOWED, "; ".join(report.warnings)
     assert dict(source.constants)["SHARED_BYTES"] + report.static_shared <= jit.shared_limit(ARCH)
-    text = jit.disassemble(compiled.cubin)
-    if text is None:
-        pytest.skip("no disassembler")
+    text = disassembled(compiled.cubin)
     counts = sass.count_instructions(text)
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
     # More products than the last dQ of a CTA: between a branch back and its target that may lie by chance.
@@ -266,8 +265,6 @@ def test_for_racecheck_every_lane_arrives(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("FLASHLANE_RACECHECK", "1")
     checked = jit.compile(source, ARCH)
     assert checked.key != plain.key and not [line for line in checked.report.warnings if "spill" not in line]
-    text, all_lanes = jit.disassemble(plain.cubin), jit.disassemble(checked.cubin)
-    if text is None or all_lanes is None:
-        pytest.skip("no disassembler")
+    text, all_lanes = disassembled(plain.cubin), disassembled(checked.cubin)
     arrivals = [len(re.findall(r"@!?P\d SYNCS\.ARRIVE", code)) for code in (text, all_lanes)]
     assert arrivals[0] >= 8 and arrivals[1] < arrivals[0] // 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from disassembly import counted
 from hopper_fakes import gradient_launches
 
 from flashlane import jit
@@ -99,10 +100,9 @@ def test_compiles_as_the_schedule_needs(config: SplitConfig) -> None:
         compiled = jit.compile(source, ARCH)
         # C75xx: wgmma serialised, or setmaxnreg ignored. The formulas of shared memory are asserted in the sources.
         assert compiled.report.spills == 0 and not compiled.report.warnings, source.entry
-        counts = jit.instruction_counts(compiled.cubin)
-        if counts is not None:
-            assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
-            assert not {"LDL", "STL"} & set(counts)
+        counts = counted(compiled.cubin)
+        assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
+        assert not {"LDL", "STL"} & set(counts)
 
 
 def test_launches_cover_all_rows_and_point_at_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

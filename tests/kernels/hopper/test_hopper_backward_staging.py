@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from disassembly import disassembled
 from sass_loops import families, steady_loops
 
 from flashlane import jit
@@ -108,9 +109,7 @@ def test_shared_memory_has_whole_chunks_of_each_row(
     compiled = jit.compile(config.gradient_sources()[0], ARCH)  # which asserts that the device's layout has these bytes
     report = compiled.report
     assert report.spills <= SPILLS_ALLOWED and not [line for line in report.warnings if "spill" not in line]
-    text = jit.disassemble(compiled.cubin)
-    if text is None:
-        pytest.skip("no disassembler")
+    text = disassembled(compiled.cubin)
     stores = sum(-(-dim // 64) for dim in head_dims)
     assert sass.count_instructions(text)["UTMASTG"] == stores, "a warp stores each chunk of columns at once"
 
@@ -212,9 +211,7 @@ def test_a_peeled_step_leaves_the_loop_its_registers(head_dim: int, more: dict[s
     assert config.peels
     products, of_loop = [], []
     for each in (config, replace(config, peeled=False)):
-        text = jit.disassemble(jit.compile(each.gradient_sources()[0], ARCH).cubin)
-        if text is None:
-            pytest.skip("no disassembler")
+        text = disassembled(jit.compile(each.gradient_sources()[0], ARCH).cubin)
         products.append(sass.count_instructions(text)["HGMMA"])
         of_loop.append(min(len(loop) for loop in steady_loops(text) if families(loop)["HGMMA"] > 16))
     # S and dP over columns and statistics, dV and dK over queries.

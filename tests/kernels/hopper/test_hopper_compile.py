@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pytest
+from disassembly import disassembled
 from sass_loops import LAUNCH_REGISTERS, families, steady_loops
 
 from flashlane import jit
@@ -45,9 +46,7 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
     # C75xx: wgmma serialised, or setmaxnreg ignored. The Python formula of shared memory is asserted in the source.
     assert not [line for line in report.warnings if "spill" not in line]
     assert what.shared_memory + report.static_shared <= jit.shared_limit(ARCH)
-    text = jit.disassemble(compiled.cubin)
-    if text is None:
-        pytest.skip("no disassembler")
+    text = disassembled(compiled.cubin)
     counts = sass.count_instructions(text)
     assert counts["HGMMA"] > 0 and counts["UTMALDG"] > 0 and counts["USETMAXREG"] == 2
     assert ("LDGSTS" in counts) == what.gather == ("ARRIVES.LDGSTSBAR" in text)
@@ -74,9 +73,7 @@ def test_compiles_as_the_schedule_needs(what: HopperConfig) -> None:
 def test_blocks_without_a_mask_take_no_maximum(head_dim: int, shape: tiles.TileShape) -> None:
     maxima = []
     for what in (config(head_dim, shape), config(head_dim, replace(shape, deferred_max=True))):
-        text = jit.disassemble(jit.compile(what.source(), ARCH).cubin)
-        if text is None:
-            pytest.skip("no disassembler")
+        text = disassembled(jit.compile(what.source(), ARCH).cubin)
         loops = [families(loop) for loop in steady_loops(text, shortest=True)]
         assert len(loops) == 2 and all(loop["MUFU"] >= shape.block_n // 2 for loop in loops)
         maxima.append([loop["FMNMX"] for loop in loops])
@@ -88,9 +85,7 @@ def test_a_debug_build_bounds_every_wait() -> None:
     """Each wait for a barrier has a trap behind it, so that a hang is an error."""
     for what in (config(128, tiles.M128N128S3), config(128, replace(tiles.M128N128S3, cluster=2), has_right=True)):
         source = what.source()
-        text, debug = (jit.disassemble(jit.compile(source, ARCH, debug=mode).cubin) for mode in (False, True))
-        if text is None or debug is None:
-            pytest.skip("no disassembler")
+        text, debug = (disassembled(jit.compile(source, ARCH, debug=mode).cubin) for mode in (False, True))
         plain, bounded = sass.count_instructions(text), sass.count_instructions(debug)
         # A wait tries once, and then again and again.
         assert "BPT" not in plain and 2 * bounded["BPT"] >= debug.count(".TRYWAIT") > 10

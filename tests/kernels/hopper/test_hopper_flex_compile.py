@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from disassembly import counted, disassembled
 from sass_loops import steady_loops
 
 from flashlane import jit
@@ -71,9 +72,7 @@ def test_forward_compiles_without_spills_in_its_loop(
     assert config.ctas_per_sm * (config.shared_memory + 1024) <= 228 << 10
     assert report.registers * config.threads * config.ctas_per_sm <= 1 << 16
     assert sum(config.registers[:1] + config.registers[1:] * config.consumers) * 128 * config.ctas_per_sm <= 1 << 16
-    text = jit.disassemble(compiled.cubin)
-    if text is None:
-        pytest.skip("no disassembler")
+    text = disassembled(compiled.cubin)
     products = -(-head_dim // 16) + config.block_n // 16
     loops = [loop for loop in steady_loops(text) if sum(op.startswith("HGMMA") for op in loop) == products]
     if config.deferred_max:  # full blocks have a loop of their own, and others may spill
@@ -94,9 +93,7 @@ def test_a_tanh_of_small_heads_by_lists_spills_one_value_in_its_loop() -> None:
     assert (config.block_m, config.block_n) == (256, 64)
     compiled = jit.compile(config.source(), ARCH)
     assert compiled.report.spills <= 360
-    text = jit.disassemble(compiled.cubin)
-    if text is None:
-        pytest.skip("no disassembler")
+    text = disassembled(compiled.cubin)
     loop = next(loop for loop in steady_loops(text) if sum(op.startswith("HGMMA") for op in loop) == 8)
     assert sum(op.startswith(("LDL", "STL")) for op in loop) <= 2
 
@@ -141,9 +138,7 @@ def test_hidden_keys_of_a_consumer_have_a_shorter_step_and_spill_nothing(head_di
     for one in (config, config_of((64, 128))):
         compiled = jit.compile(one.gradient_sources()[0], ARCH)
         assert compiled.report.spills == 0 and not compiled.report.warnings
-        text = jit.disassemble(compiled.cubin)
-        if text is None:
-            pytest.skip("no disassembler")
+        text = disassembled(compiled.cubin)
         products.append(max(sum(op.startswith("HGMMA") for op in loop) for loop in steady_loops(text)))
     assert products[0] - products[1] == config.block_n // 16, "the shorter step has the products of dQ alone"
 
@@ -169,9 +164,7 @@ def test_scores_of_many_operations_are_short_kernels(name: str) -> None:
         compiled = jit.compile(source, ARCH)
         assert not [line for line in compiled.report.warnings if "spill" not in line]
         assert compiled.report.spills <= SPILLS
-        counts = jit.instruction_counts(compiled.cubin)
-        if counts is None:
-            pytest.skip("no disassembler")
+        counts = counted(compiled.cubin)
         assert sum(counts.values()) <= most, counts
 
 
@@ -184,9 +177,7 @@ def test_a_call_in_the_softmax_leaves_the_output_that_is_being_computed(
     """P·V is in flight while scores are computed: a function that saved and restored its registers would undo it."""
     program = bind(FUNCTIONS[name][0], documents if block else None, CPU, "f32")[0]
     config = run_forward.config_of(problem(head_dim), program, block, block is not None)
-    text = jit.disassemble(jit.compile(config.source(), ARCH).cubin)
-    if text is None:
-        pytest.skip("no disassembler")
+    text = disassembled(jit.compile(config.source(), ARCH).cubin)
     kernel, function = re.split(r"angle_of_large\w*:\n", text)
     products = re.findall(r"HGMMA\.64x(\d+)x16\S* R(\d+), R\d+,", kernel)
     assert products, "P is in registers"
@@ -254,9 +245,7 @@ def test_a_bias_of_the_distance_takes_few_instructions(head_dim: int, score: str
     for name in ("none", score):
         config = run_forward.config_of(problem(head_dim), program_of(name, False), None)
         compiled = jit.compile(config.source(), ARCH)
-        text = jit.disassemble(compiled.cubin)
-        if text is None:
-            pytest.skip("no disassembler")
+        text = disassembled(compiled.cubin)
         assert compiled.report.spills <= 16
         loop = steady_loops(text)[-1]
         assert not [op for op in loop if op.startswith(("LDL", "STL"))]
@@ -273,9 +262,7 @@ def test_one_body_serves_all_steps_of_a_program(score: str, block: tuple[int, in
     """Its products are there once, and besides them a tile's first S and its last P·V."""
     config = run_forward.config_of(problem(head_dim), program_of(score, block is not None), block, block is not None)
     assert not config.across_tiles
-    text = jit.disassemble(jit.compile(config.source(), ARCH).cubin)
-    if text is None:
-        pytest.skip("no disassembler")
+    text = disassembled(jit.compile(config.source(), ARCH).cubin)
     products = -(-head_dim // 16) + config.block_n // 16
     assert len(re.findall(r"\bHGMMA\.\w+\.F32\b", text)) == 2 * products  # an empty group is one of f16
     assert run_forward.config_of(problem(head_dim), program_of("none", block is not None), block, True).across_tiles
@@ -286,9 +273,7 @@ def test_bounded_scores_of_bf16_take_no_maximum(dtype: torch.dtype) -> None:
     """Their steps have no FMNMX of a row's scores and no shuffle; P in f16 would overflow."""
     of = replace(problem(128), dtype=dtype)
     config = run_forward.config_of(of, program_of("tanh", False), None)
-    text = jit.disassemble(jit.compile(config.source(), ARCH).cubin)
-    if text is None:
-        pytest.skip("no disassembler")
+    text = disassembled(jit.compile(config.source(), ARCH).cubin)
     loop = steady_loops(text)[-1]
     found = sum(op.startswith(("FMNMX", "SHFL")) for op in loop)
     assert found == 0 if dtype == torch.bfloat16 else found > config.block_n / 2
