@@ -135,7 +135,7 @@ def _rounded(value: Any, dtype: str) -> Any:
     """A Python number as a number of f16 or bf16; anything else, and for another type, is returned."""
     if type(value) not in (int, float) or dtype not in ("f16", "bf16"):
         return value
-    return torch.tensor(float(value), dtype=torch.float32).to(torch_type(dtype)).item()
+    return torch.tensor(float(value), dtype=torch.float32, device="cpu").to(torch_type(dtype)).item()
 
 
 def _has_index(tensors: Sequence[Expression]) -> bool:

@@ -93,6 +93,20 @@ def create_block_mask(
     rows = mask_mod.batch if isinstance(mask_mod, masks.Mask) else None
     if rows is not None and batch_and_heads[0] != rows:
         raise ValueError(f"B is {B}; the mask {mask_mod.name} is of {rows} batch rows, so that it must be {rows}")
+    with torch.inference_mode(False), torch.no_grad():  # autograd keeps no tensor that is made in inference mode
+        found = _made(mask_mod, batch_and_heads, lengths, size, device, separate_full_blocks)
+        return _with_write_order(found, dq_kv_order) if compute_dq_write_order else found
+
+
+def _made(
+    mask_mod: Callable[..., Any],
+    batch_and_heads: tuple[int, int],
+    lengths: tuple[int, int],
+    size: tuple[int, int],
+    device: torch.device,
+    separate_full_blocks: bool,
+) -> BlockMask:
+    """The block mask of arguments that were checked."""
     neighbourhood = getattr(mask_mod, "neighbourhood", None)
     by_kernel = device.type == "cuda" and neighbourhood is not None and neighbourhood.holds_for(*lengths)
     intervals = mask_mod.intervals(*lengths, device) if hasattr(mask_mod, "intervals") and not by_kernel else None
@@ -116,7 +130,7 @@ def create_block_mask(
     windows.NOTES.keep(found, window)
     if documents is not None and lengths == (documents.tokens, documents.tokens) and documents.tokens:
         packed.NOTES.keep(found, documents)
-    return _with_write_order(found, dq_kv_order) if compute_dq_write_order else found
+    return found
 
 
 def of_program(
@@ -208,7 +222,7 @@ def _evaluated(
 ) -> torch.Tensor:
     """The states ``(n,)`` of the blocks at the places ``at``, i64 ``(n, 4)``, by all their pairs."""
     b, h = (at[:, i].view(-1, 1, 1) for i in (0, 1))
-    inside = [torch.arange(min(n, length)) for n, length in zip(size, lengths, strict=True)]
+    inside = [torch.arange(min(n, length), device=at.device) for n, length in zip(size, lengths, strict=True)]
     q = ((at[:, 2] + first_row) * size[0]).view(-1, 1, 1) + inside[0].view(-1, 1)
     kv = (at[:, 3] * size[1]).view(-1, 1, 1) + inside[1]
     exists = (q < lengths[0]) & (kv < lengths[1])

@@ -52,23 +52,29 @@ def lists(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 LISTS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 """The tensors of a ``BlockMask``, in the order of its constructor's arguments."""
-_narrowed: WeakKeyDictionary[BlockMask, BlockMask] = WeakKeyDictionary()
+_narrowed: WeakKeyDictionary[BlockMask, tuple[list[Any], BlockMask]] = WeakKeyDictionary()
+"""By mask, the function and the lists that it had, and what was made of them."""
 
 
 def narrowed(mask: BlockMask) -> BlockMask:
     """The mask with one batch row, or head, where its lists are an expanded view of one; itself where they are not.
 
-    Kernels that make tables of a mask make them once for it, so the same mask gives the same object.
+    Kernels that make tables of a mask make them once for it, so the same mask gives the same object as long as it has
+    the same lists and function.
     """
     counts = mask.kv_num_blocks
     sizes = [1 if counts.stride(axis) == 0 else counts.shape[axis] for axis in (0, 1)]
     if counts.ndim != 3 or sizes == list(counts.shape[:2]):
         return mask
-    if mask not in _narrowed:
-        lists = [getattr(mask, name) for name in LISTS]
-        lists = [None if t is None else t[: sizes[0], : sizes[1]] for t in lists]
-        _narrowed[mask] = BlockMask(mask.seq_lengths, *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
-    return _narrowed[mask]
+    lists = [getattr(mask, name) for name in LISTS]
+    now, (before, found) = [mask.mask_mod, *lists], _narrowed.get(mask, ([], None))
+    if found is not None and all(a is b for a, b in zip(before, now, strict=True)):
+        if (found.seq_lengths, found.BLOCK_SIZE) == (mask.seq_lengths, mask.BLOCK_SIZE):
+            return found
+    cut = [None if t is None else t[: sizes[0], : sizes[1]] for t in lists]
+    found = BlockMask(mask.seq_lengths, *cut, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
+    _narrowed[mask] = now, found
+    return found
 
 
 def from_states(

@@ -97,7 +97,8 @@ def _named(make: Callable[P, Mask]) -> Callable[P, Mask]:
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Mask:
-        mask = make(*args, **kwargs)
+        with torch.inference_mode(False):  # autograd keeps no tensor that is made in that mode
+            mask = make(*args, **kwargs)
         return mask if mask.made_by is not None else replace(mask, made_by=(make.__name__, args, kwargs))
 
     return made

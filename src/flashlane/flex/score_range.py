@@ -26,7 +26,7 @@ COUNTS = 1 << 31
 @functools.cache
 def _any_pair() -> bounds.Grid:
     """One block that has every pair of every call."""
-    least = torch.zeros((), dtype=torch.int64)
+    least = torch.zeros((), dtype=torch.int64, device="cpu")
     sizes = {"b": COUNTS, "h": COUNTS, "q": POSITIONS, "kv": POSITIONS}
     first, last = dict.fromkeys(sizes, least), {name: least + (size - 1) for name, size in sizes.items()}
     return bounds.Grid(first, last, {"q": least, "kv": least}, {"q": POSITIONS, "kv": POSITIONS})

@@ -1,0 +1,91 @@
+"""Block masks that are changed in place, made under another default device, and made in inference mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import flex_oracle
+
+import flashlane
+from flashlane.flex import blocks, masks, score_range
+from flashlane.flex.bind import bind
+
+OFFSETS = torch.tensor([0, 7, 8, 30, 48])
+
+
+def scattered(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q * 7 + kv) % 5 < 2
+
+
+def test_a_mask_whose_lists_and_function_are_replaced_has_those() -> None:
+    """Where heads share their lists, of which one is cut out, too."""
+    q = torch.randn(2, 2, 48, 8, dtype=torch.float64, requires_grad=True)
+
+    def made(function: Callable[..., Any]) -> Any:
+        return flashlane.create_block_mask(function, 2, 2, 48, 48, "cpu", BLOCK_SIZE=16)
+
+    mask, other = made(lambda b, h, i, j: i >= j), made(scattered)
+    first = flashlane.flex_attention(q, q, q, None, mask)
+    torch.testing.assert_close(first, flex_oracle.attention(q, q, q, None, mask)[0])
+    narrow = blocks.narrowed(mask)
+    assert narrow is blocks.narrowed(mask) and narrow.kv_indices.shape[:2] == (1, 1)
+    for name in (*blocks.LISTS, "mask_mod"):
+        setattr(mask, name, getattr(other, name))
+        assert getattr(mask, name) is None or getattr(blocks.narrowed(mask), name) is not getattr(narrow, name)
+    found, wanted = (flashlane.flex_attention(q, q, q, None, m) for m in (mask, other))
+    assert torch.equal(found, wanted) and not torch.equal(found, first)
+    assert torch.equal(*(torch.autograd.grad(o.square().sum(), q)[0] for o in (found, wanted)))
+    assert blocks.narrowed(mask) is blocks.narrowed(mask)
+
+
+@pytest.fixture
+def meta_by_default() -> Iterator[None]:
+    torch.set_default_device("meta")
+    score_range._any_pair.cache_clear()
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        score_range._any_pair.cache_clear()
+
+
+def test_a_default_device_changes_nothing(meta_by_default: None) -> None:
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return torch.tanh(s.half() * 0.3 + 0.1).float() * 20
+
+    mask = flashlane.create_block_mask(scattered, None, None, 48, 48, device="cpu", BLOCK_SIZE=16)
+    q = torch.randn(1, 2, 48, 8, device="cpu")
+    found = flashlane.flex_attention(q, q, q, score, mask)
+    program, _ = bind(lambda s, b, h, i, j: torch.tanh(s) * 20, None, q.device)
+    centre = score_range.centre_of(program.score)
+    torch.set_default_device(None)
+    wanted = flashlane.create_block_mask(scattered, None, None, 48, 48, device="cpu", BLOCK_SIZE=16)
+    for name in blocks.LISTS:
+        assert torch.equal(getattr(mask, name), getattr(wanted, name))
+    assert torch.equal(found, flashlane.flex_attention(q, q, q, score, wanted)) and centre == 0.0
+
+
+NAMED = {
+    "causal": masks.causal,
+    "window": lambda: masks.sliding_window(9, first=3),
+    "documents": lambda: masks.documents(OFFSETS, causal=True),
+    "block-causal documents": lambda: masks.block_causal_documents(OFFSETS, 4),
+    "prefix tree": lambda: masks.prefix_tree([-1, 0, 1, 0], [12, 12, 12, 12]),
+    "neighbourhood": lambda: masks.neighbourhood((6, 8), (3, 5)),
+    "a function": lambda: scattered,
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_mask_that_is_made_in_inference_mode_can_be_trained_with(name: str) -> None:
+    q = torch.randn(1, 2, 48, 8, dtype=torch.float64, requires_grad=True)
+    with torch.inference_mode():
+        mask = flashlane.create_block_mask(NAMED[name](), 1, 2, 48, 48, "cpu", BLOCK_SIZE=16)
+    usual = flashlane.create_block_mask(NAMED[name](), 1, 2, 48, 48, "cpu", BLOCK_SIZE=16)
+    found, wanted = (flashlane.flex_attention(q, q, q, None, m) for m in (mask, usual))
+    assert torch.equal(found, wanted)
+    assert torch.equal(*(torch.autograd.grad(o.square().sum(), q)[0] for o in (found, wanted)))
+    assert not any(t.is_inference() for t in (getattr(mask, name) for name in blocks.LISTS))
