@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -210,6 +211,16 @@ WRONG = {
         q, k, v, block_mask=flashlane.create_block_mask(lambda b, h, i, j: i >= j, None, 2, 10, 10, "cpu")
     ),
     "query has shape": lambda q, k, v: flashlane.flex_attention(q[0], k, v),
+    r"query has shape \(1, 4, 10, 0\): its head dim is 0; it must be at": lambda q, k, v: flashlane.flex_attention(
+        q[..., :0], k[..., :0], v
+    ),
+    r"value has shape \(1, 4, 10, 0\): its head dim is 0": lambda q, k, v: flashlane.flex_attention(q, k, v[..., :0]),
+    r"query has shape \(1, 0, 10, 8\): its number of heads is 0": lambda q, k, v: flashlane.flex_attention(
+        q[:, :0], k[:, :0], v[:, :0]
+    ),
+    r"key has shape \(1, 0, 10, 8\): its number of heads is 0": lambda q, k, v: flashlane.flex_attention(
+        q, k[:, :0], v[:, :0], enable_gqa=True
+    ),
     "BLOCK_SIZE is 0": lambda *qkv: flashlane.create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, "cpu", 0),
 }  # fmt: skip
 
@@ -218,6 +229,52 @@ WRONG = {
 def test_wrong_arguments_are_named(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WRONG[message](*operands(1, 4, 4, 10, 10))
+
+
+def _masked(**options: Any) -> Callable[..., Any]:
+    return lambda *qkv: flashlane.create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, "cpu", **options)
+
+
+def _nested(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.nested.nested_tensor(list(t.detach())) for t in tensors]
+
+
+OF_ANOTHER_KIND = {
+    "query has dtype torch.int32; it may be one of torch.float16,": lambda *qkv: flashlane.flex_attention(
+        *(t.int() for t in qkv)
+    ),
+    "query has dtype torch.float8_e4m3fn; it may be one of torch.float16,": lambda *qkv: flashlane.flex_attention(
+        *(t.detach().float().to(torch.float8_e4m3fn) for t in qkv)
+    ),
+    "query is a nested tensor; ": lambda *qkv: flashlane.flex_attention(*_nested(*qkv)),
+    "key has layout torch.sparse_coo; it must be torch.strided": lambda q, k, v: flashlane.flex_attention(
+        q, k.detach().to_sparse(), v
+    ),
+    "enable_gqa is 'no'; it must be True or False": lambda *qkv: flashlane.flex_attention(*qkv, enable_gqa="no"),
+    "return_lse is 'no'; it must be True or False": lambda *qkv: flashlane.flex_attention(*qkv, return_lse="no"),
+    "block_mask is a tuple; it must be a BlockMask or None": lambda *qkv: flashlane.flex_attention(*qkv, None, ()),
+    "mask_mod is an int; it must be a function of b, h, q_idx and kv_idx": lambda *qkv: flashlane.create_block_mask(
+        3, None, None, 8, 8, "cpu"
+    ),
+    "mask_mod is None; it must be a function": lambda *qkv: flashlane.create_block_mask(None, None, None, 8, 8, "cpu"),
+    "separate_full_blocks is 'no'; it must be True or False": _masked(separate_full_blocks="no"),
+    "compute_dq_write_order is 2; it must be True or False": _masked(compute_dq_write_order=2),
+    "dq_kv_order is None; it must be True or False": _masked(dq_kv_order=None),
+    "_compile is 'no'; it must be True or False": _masked(_compile="no"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", OF_ANOTHER_KIND)
+def test_arguments_of_another_kind_are_named(message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        OF_ANOTHER_KIND[message](*operands(1, 4, 4, 10, 10))
+
+
+def test_flags_of_other_kinds_count_as_what_they_equal() -> None:
+    tensors = [t.detach() for t in operands(1, 4, 2, 10, 10)]
+    found = flashlane.flex_attention(*tensors, enable_gqa=1, return_lse=torch.tensor(True))
+    wanted = flashlane.flex_attention(*tensors, enable_gqa=True, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_torchs_own_function_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +308,9 @@ def test_under_torch_compile_the_graph_breaks_and_results_are_the_same() -> None
 
 def test_the_stand_in_has_the_kernels_signatures() -> None:
     real = importlib.import_module(attention_module.KERNELS)
-    for name in real.__all__:
+    not_of_calls = {"ARCH", "sources_of_lists"}
+    assert not_of_calls < set(real.__all__) and all(hasattr(real, name) for name in real.__all__)
+    for name in set(real.__all__) - not_of_calls:
         ours = [p.name for p in inspect.signature(getattr(Kernels(None), name)).parameters.values()]
         theirs = list(inspect.signature(getattr(real, name)).parameters.values())
         assert ours == [p.name for p in theirs][: len(ours)]

@@ -9,6 +9,8 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import flashlane
+from flashlane.flex.program import Program
+from flashlane.kernels.hopper.flex import problem
 
 ATTENTION = (
     "query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False, "
@@ -50,3 +52,10 @@ def test_ours_take_every_call_of_torchs(version: str, number: int) -> None:
     ours = text(getattr(flashlane, name))
     assert ours == theirs or (ours.startswith(theirs + ", ") and "*" not in theirs)
     assert all("=" in parameter for parameter in ours[len(theirs) :].split(", ")[1:])
+
+
+def test_programs_have_all_that_the_kernels_ask_of_them() -> None:
+    methods = {name: m for name, m in vars(problem.Program).items() if inspect.isfunction(m) and name[0] != "_"}
+    assert "header" in methods
+    for name, method in methods.items():
+        assert text(getattr(Program, name)) == text(method), name

@@ -15,14 +15,15 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flashlane.core.arch import arch_of, autocast
 from flashlane.core.once import differentiated_once
-from flashlane.core.validate import check_number, kind_of
+from flashlane.core.validate import check_dtype, check_flag, check_number, check_strided, kind_of
 from flashlane.flex import packed, reference, repeats, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.blocks import narrowed
 from flashlane.flex.program import Arguments, Program
 
 KERNELS = "flashlane.kernels.hopper.flex"
-"""The module that has ``supports``, ``forward`` and ``backward`` for Hopper. The first call on a GPU imports it.
+"""The module that has ``supports``, ``forward``, ``backward``, what repeats these, and ``ARCH``, for Hopper. The first
+call on a GPU imports it.
 
 Its functions take ``(b, s, h, d)``, which are transposed views of torch's ``(b, h, s, d)``."""
 OF_THE_REFERENCE = ("cpu",)
@@ -74,10 +75,12 @@ def flex_attention(
         ``(output, AuxOutput)`` with ``return_aux``.
 
     Raises:
-        NotImplementedError: a function does what programs do not, no kernel here runs the call, a tensor is nested, or
-            a transform of torch.func is at work; the message names it and the choices.
+        NotImplementedError: a function does what programs do not, no kernel here runs the call, or a transform of
+            torch.func is at work; the message names it and the choices. Or, in a backward, a result is differentiated
+            twice.
         ValueError: shapes, lengths or options do not fit together.
-        TypeError: ``block_mask`` is no BlockMask, or a function does not return a scalar tensor.
+        TypeError: an argument is of another kind, as a nested or sparse tensor or one of another dtype is, or a
+            function does not return a scalar tensor.
         RuntimeError: ``block_mask`` was sliced and has no mask function since.
     """
     call = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
@@ -140,6 +143,7 @@ def _attend(
 ) -> Any:
     """:func:`attend`; with ``torch_elsewhere`` torch's function runs the calls of other GPUs."""
     _check_kinds(query, key, value, score_mod, kernel_options, return_aux)
+    enable_gqa, return_lse = check_flag("enable_gqa", enable_gqa), check_flag("return_lse", return_lse)
     backend = (kernel_options or {}).get("BACKEND", "AUTO")
     most = return_aux is not None and return_aux.max_scores
     if backend in ("AUTO", "FLASHLANE") and not most and not (return_lse and return_aux is not None):
@@ -227,18 +231,18 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
     """Check that the tensors and the block mask fit together, as torch's function asks.
 
     Raises:
-        ValueError: shapes, types, devices or lengths do not fit together.
-        NotImplementedError: a tensor is nested.
-        TypeError: ``block_mask`` is neither a BlockMask nor None.
+        ValueError: shapes, devices or lengths do not fit together, or a tensor has no heads, or a head dim of 0.
+        TypeError: a tensor is nested or sparse, or of another dtype, or ``block_mask`` is neither a BlockMask nor None.
         RuntimeError: ``block_mask`` was sliced and has no mask function since.
     """
     for name, t in (("query", query), ("key", key), ("value", value)):
-        if t.is_nested:
-            raise NotImplementedError(f"{name} is a nested tensor; it may be a dense one")
+        check_strided(name, t)
+        check_dtype(name, t.dtype)
         if t.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be (batch, heads, length, head dim)")
-        if not t.is_floating_point():
-            raise ValueError(f"{name} is {t.dtype}; it must be a floating type")
+        for axis, what in ((1, "number of heads"), (3, "head dim")):
+            if not t.shape[axis]:
+                raise ValueError(f"{name} has shape {tuple(t.shape)}: its {what} is 0; it must be at least 1")
         if t.device != query.device:
             raise ValueError(f"{name} is on {t.device} and query on {query.device}; they must be on one device")
     batch, heads, rows, head_dim = query.shape
@@ -250,12 +254,12 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
         raise ValueError(f"key has batch size {key.shape[0]}; it must be 1 or the query's, {batch}")
     if heads != key.shape[1] and not enable_gqa:
         raise ValueError(f"query has {heads} heads and key {key.shape[1]}; enable_gqa=True allows that")
-    if not key.shape[1] or heads % key.shape[1]:
+    if heads % key.shape[1]:
         raise ValueError(f"query has {heads} heads; it must be a multiple of key's, {key.shape[1]}")
     if block_mask is None:
         return
     if not isinstance(block_mask, torch_flex.BlockMask):
-        raise TypeError(f"block_mask is a {type(block_mask).__name__}; it must be a BlockMask or None")
+        raise TypeError(f"block_mask is {kind_of(block_mask)}; it must be a BlockMask or None")
     if block_mask.kv_num_blocks.device != query.device:
         where = block_mask.kv_num_blocks.device
         raise ValueError(f"block_mask is on {where} and query on {query.device}; they must be on one device")

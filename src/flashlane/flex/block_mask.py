@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from flashlane.core.validate import whole_number
+from flashlane.core.validate import check_flag, kind_of, whole_number
 from flashlane.flex import blocks, device_blocks, masks, neighbourhoods, packed, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.bounds import Grid, bounds
@@ -66,8 +66,14 @@ def create_block_mask(
             has no order of dQ writes.
         ValueError: a size or a length is negative, a block size is not positive, or a named mask is of another number
             of batch rows.
-        TypeError: the mask function does not return a scalar tensor of bools.
+        TypeError: ``mask_mod`` is no function, or does not return a scalar tensor of bools; a size is no whole number,
+            or a flag is neither True nor False.
     """
+    if not callable(mask_mod):
+        raise TypeError(f"mask_mod is {kind_of(mask_mod)}; it must be a function of b, h, q_idx and kv_idx")
+    separate_full_blocks = check_flag("separate_full_blocks", separate_full_blocks)
+    compute_dq_write_order = check_flag("compute_dq_write_order", compute_dq_write_order)
+    dq_kv_order = check_flag("dq_kv_order", dq_kv_order)
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(device)
@@ -87,7 +93,7 @@ def create_block_mask(
             raise TypeError(f"{name} is {number!r}; it must be a whole number")
         if number < 0:
             raise ValueError(f"{name} is {number}; it may be 0 or more")
-    if _compile:
+    if check_flag("_compile", _compile):
         warnings.warn("_compile=True changes nothing: flashlane's create_block_mask needs no compiler", stacklevel=2)
     lengths, batch_and_heads = (Q_LEN, KV_LEN), (1 if B is None else B, 1 if H is None else H)
     rows = mask_mod.batch if isinstance(mask_mod, masks.Mask) else None

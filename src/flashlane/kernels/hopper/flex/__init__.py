@@ -30,7 +30,7 @@ from flashlane.kernels.hopper.flex.problem import (
 )
 from flashlane.kernels.hopper.forward.config import HopperConfig
 
-__all__ = ["backward", "forward", "prepare_backward", "prepare_forward", "supports"]
+__all__ = ["ARCH", "backward", "forward", "prepare_backward", "prepare_forward", "sources_of_lists", "supports"]
 
 NO_MASK = flex_program.Program()
 ANY_MASK = flex_program.Program(mask=expression.binary("ge", expression.input("q"), expression.input("kv")))

@@ -51,7 +51,7 @@ class Program(Protocol):
     def without_mask(self) -> Program:
         """The score alone."""
 
-    def header(self, approximate: bool = False, by_distance: bool = False) -> str:
+    def header(self, approximate: bool = False, by_distance: bool = False, rolled: bool = False) -> str:
         """The text of ``program.cuh``."""
 
     def params(self, arguments: Any) -> ctypes.Structure:
