@@ -26,8 +26,7 @@ from flashlane.core.registry import DeviceKernel, Resources
 from flashlane.inspect.compile_report import Usage
 from flashlane.kernels import device_file
 from flashlane.tuning import search as tuner
-from flashlane.tuning import search_backward
-from flashlane.tuning import stored as tune
+from flashlane.tuning import search_backward, stored
 
 SOURCE = "kernels/mma/naive.cu"
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -87,7 +86,7 @@ def run(kernels, *problems, add=()):
 
 
 def stored_file():
-    return tune.path_of(DEVICE, ARCH)
+    return stored.path_of(DEVICE, ARCH)
 
 
 def test_the_fastest_right_configuration_is_stored_and_used():
@@ -107,7 +106,7 @@ def test_the_fastest_right_configuration_is_stored_and_used():
         problem(kv_heads=1, seqlen_k=8),
         replace(problem(), aligned=False),
     ):
-        assert kernel.config(other) == FakeConfig(64), tune.class_of("a", other)
+        assert kernel.config(other) == FakeConfig(64), stored.class_of("a", other)
     assert kernel.config(problem().on("sm_80")) == kernel.config(problem().on(None)) == FakeConfig(64)
     with tuned.heuristics_only():
         assert kernel.config(problem()) == FakeConfig(64)
@@ -233,22 +232,22 @@ def test_entries_of_the_wrong_shape_are_ignored(field, value):
 def test_entries_of_other_device_code_are_ignored_with_a_warning(monkeypatch):
     kernel = TunableKernel("a", {64: 2.0, 128: 1.0})
     run([kernel])
-    monkeypatch.setattr(tune, "digest_of", lambda source: "another")
+    monkeypatch.setattr(stored, "digest_of", lambda source: "another")
     registry.changed()
     with pytest.warns(RuntimeWarning, match="2 of 2 entries .* other device code"):
         assert tuned.lookup(kernel, problem()) is None
 
 
 def test_the_digest_follows_the_device_file_and_the_headers(monkeypatch):
-    before = tune.digest_of(SOURCE)
-    assert before != tune.digest_of("kernels/mma/attention.cu") and len(before) == 64
-    tune.digest_of.cache_clear()
-    monkeypatch.setattr(tune, "device_code", lambda name: "edited")
-    assert tune.digest_of(SOURCE) != before
-    tune.digest_of.cache_clear()
+    before = stored.digest_of(SOURCE)
+    assert before != stored.digest_of("kernels/mma/attention.cu") and len(before) == 64
+    stored.digest_of.cache_clear()
+    monkeypatch.setattr(stored, "device_code", lambda name: "edited")
+    assert stored.digest_of(SOURCE) != before
+    stored.digest_of.cache_clear()
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"device file is 'no\.cu'"):
-        tune.digest_of("no.cu")
+        stored.digest_of("no.cu")
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -258,21 +257,21 @@ def test_the_digest_of_a_triton_kernel_follows_what_it_imports(direction, monkey
     def edited(which, file):
         return read(file) + "\n# edited" * (file == which)
 
-    before = tune.digest_of(source)
+    before = stored.digest_of(source)
     for name in ("score", "sequences"):
         with monkeypatch.context() as patch:
             patch.setattr(device_file, "device_code", functools.partial(edited, f"kernels/triton/{name}.py"))
-            tune.digest_of.cache_clear()
-            assert tune.digest_of(source) != before, name
-    tune.digest_of.cache_clear()
-    assert tune.digest_of(source) == before
+            stored.digest_of.cache_clear()
+            assert stored.digest_of(source) != before, name
+    stored.digest_of.cache_clear()
+    assert stored.digest_of(source) == before
 
 
 def test_the_file_is_read_once(monkeypatch):
     kernel = TunableKernel("a", {64: 2.0, 128: 1.0})
     run([kernel])
     reads = []
-    monkeypatch.setattr(tune, "load", lambda path, load=tune.load: reads.append(path) or load(path))
+    monkeypatch.setattr(stored, "load", lambda path, load=stored.load: reads.append(path) or load(path))
     for n in range(1, 60):
         tuned.lookup(kernel, problem(n))
     assert len(reads) == 1
@@ -287,12 +286,12 @@ def test_what_was_remembered_of_choices_is_forgotten_when_a_file_changes():
         return kernel.config(problem)
 
     run([kernel])
-    entries = tune.load(stored_file())
-    tune.forget()
+    entries = stored.load(stored_file())
+    stored.forget()
     assert config_of(problem()) == config_of(problem()) == FakeConfig(64) and len(requests) == 1
-    tune.save(DEVICE, ARCH, entries)
+    stored.save(DEVICE, ARCH, entries)
     assert config_of(problem()) == FakeConfig(128)
-    tune.forget()
+    stored.forget()
     assert config_of(problem()) == FakeConfig(64)
 
 
@@ -319,7 +318,7 @@ def test_what_is_kept_of_a_configuration_is_void_when_a_file_of_the_package_chan
             with pytest.raises(NotImplementedError, match=re.escape(f"backward kernel {kernel.tag!r} names no file")):
                 kernel.source_of(config)
         else:
-            assert len(tune.digest_of(kernel.source_of(config))) == 64
+            assert len(stored.digest_of(kernel.source_of(config))) == 64
             assert kept and all(isinstance(value, tuned.PLAIN) for value in kept.values())
 
 
@@ -343,35 +342,35 @@ def test_bench_and_tuner_poison_the_same_memory(monkeypatch):
 
 
 def test_classes():
-    keys = [tune.class_of("mma(x)", problem(n)).key for n in (0, 1, 64, 65)]
+    keys = [stored.class_of("mma(x)", problem(n)).key for n in (0, 1, 64, 65)]
     assert keys[2] == "mma(x) f16 D16/16 full Q64 K64 few-blocks aligned"
     assert [key.split()[4] for key in keys] == ["Q0", "Q1", "Q64", "Q128"]
     many = bench.make_problem(50, 2, 128, 16, arch=ARCH)
     assert (
-        "many-blocks" in tune.class_of("t", many).key
-        and "few-blocks" in tune.class_of("t", replace(many, batch=49)).key
+        "many-blocks" in stored.class_of("t", many).key
+        and "few-blocks" in stored.class_of("t", replace(many, batch=49)).key
     )
     changes = ({"softcap": 3.0}, {"bias": True}, {"window_right": 4}, {"window_left": 0}, {"page_size": 16})
     for change in (*changes, {"seqused_k": True}, {"leftpad_k": True}, {"batch_idx": True}):
-        assert tune.class_of("t", replace(problem(), **change)) is None
+        assert stored.class_of("t", replace(problem(), **change)) is None
 
 
 WRITER = """
 import sys
-from flashlane.tuning import stored as tune
+from flashlane.tuning import stored
 source = "kernels/mma/naive.cu"
-entry = tune.Tuned("t", {"rows": 1}, "p", 1.0, None, source, tune.digest_of(source), "d", {})
+entry = stored.Tuned("t", {"rows": 1}, "p", 1.0, None, source, stored.digest_of(source), "d", {})
 for i in range(20):
-    tune.save("Fake GPU 9000", "sm_90a", {f"{sys.argv[1]}-{i}": entry})
+    stored.save("Fake GPU 9000", "sm_90a", {f"{sys.argv[1]}-{i}": entry})
 """
 
 
 def test_processes_that_tune_at_once_lose_nothing():
-    source = str(Path(tune.__file__).parents[2])
+    source = str(Path(stored.__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": source}
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(name)], env=environment) for name in range(2)]
     assert [writer.wait(120) for writer in writers] == [0, 0]
-    assert len(tune.load(stored_file())) == 40
+    assert len(stored.load(stored_file())) == 40
 
 
 def test_the_default_runs_only_its_own_configuration():
@@ -545,7 +544,9 @@ def test_command(invoke, pretend, tmp_path):
         assert "good(x) f16 D16/16 full Q64 K64" in listed.stdout and "3 choices" in listed.stdout
         (entries,) = json.loads(invoke("--list", "--json", "--tags", "other").stdout).values()
         assert list(entries) == ["other(x) f16 D16/16 full Q64 K64 few-blocks aligned"]
-        assert "2 choices dropped" in invoke("--forget", "--tags", "good").stdout and len(tune.load(stored_file())) == 1
+        assert (
+            "2 choices dropped" in invoke("--forget", "--tags", "good").stdout and len(stored.load(stored_file())) == 1
+        )
         assert "1 choice dropped" in invoke("--forget").stdout and not stored_file().exists()
         assert json.loads(invoke("--N", "64", "--D", 16, "--json").stdout)["trials"]
 

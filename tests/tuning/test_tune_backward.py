@@ -13,7 +13,7 @@ from flashlane.core import registry, tuned
 from flashlane.core.registry import BackwardKernel, CompiledKernel, DeviceSource, Resources
 from flashlane.reference.tiled import tiled_backward
 from flashlane.tuning import search_backward as tuner
-from flashlane.tuning import stored as tune
+from flashlane.tuning import stored
 
 SOURCE = "kernels/hopper/backward/postprocess.cu"
 pytestmark = pytest.mark.usefixtures("gpu")
@@ -107,7 +107,7 @@ def test_the_fastest_right_configuration_is_stored_and_used():
         assert kernel.config(other) == FakeConfig(64)
     with tuned.heuristics_only():
         assert kernel.config(problem()) == FakeConfig(64)
-    (entry,) = tune.load(tune.path_of(DEVICE, ARCH)).values()
+    (entry,) = stored.load(stored.path_of(DEVICE, ARCH)).values()
     assert (entry.tag, entry.source, entry.ms) == ("a", SOURCE, 1.0)
     again = run([kernel])
     assert [(t.heuristic, t.auto) for t in again.trials] == [(True, False), (False, True), (False, False)]

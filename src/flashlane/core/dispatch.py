@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flashlane.core import registry
-from flashlane.core import tuned as tune
+from flashlane.core import registry, tuned
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import BackwardKernel, Kernel
 from flashlane.lazy import loader
@@ -33,10 +32,10 @@ def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
         if reason is not None:
             raise NotImplementedError(f"kernel {kernel!r} cannot run {problem.describe()}: {reason}")
         return named
-    tuned = tune.best_tag(problem)
-    if tuned is not None:
+    best = tuned.best_tag(problem)
+    if best is not None:
         for known in registry.kernels(listed_only=True):
-            if known.tag == tuned and known.supports(problem) is None:
+            if known.tag == best and known.supports(problem) is None:
                 return known
     best = registry.preferred(
         problem, lambda k: k.listed and k.supports(problem) is None, lambda k: k.preference(problem)
@@ -58,17 +57,17 @@ def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_a
     kernels = registry.kernels()
     listed = [k for k in kernels if show_all or k.listed or k is chosen]
     choices = tuple(Choice(k.tag, k.supports(problem), k.preference(problem), k.summary) for k in listed)
-    tuned = kernel is None and chosen.tag == tune.best_tag(problem)
+    by_timing = kernel is None and chosen.tag == tuned.best_tag(problem)
     explanation = Explanation(
         problem,
         chosen.tag,
         choices,
-        tuned,
+        by_timing,
         len(kernels) - len(listed),
         named=kernel is not None,
         instead_of=_unnamed(problem) if kernel is not None else None,
         predicted=predicted_times(problem, [choice.tag for choice in choices if choice.reason is None]),
-        configurations=() if tuned else predicted_configurations(problem, chosen),
+        configurations=() if by_timing else predicted_configurations(problem, chosen),
     )
     if not problem.needs_grad:
         return explanation

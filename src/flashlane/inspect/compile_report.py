@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashlane import jit
-from flashlane.core import registry
-from flashlane.core import tuned as tune
+from flashlane.core import registry, tuned
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, DeviceSource
 from flashlane.core.suggestions import suggest
@@ -203,7 +202,7 @@ def report_shipped(
     progress: Callable[[str], None] = lambda tag: None,
 ) -> list[Usage]:
     """Every configuration that a heuristic can choose, on each architecture it can be chosen on (and in ``archs``)."""
-    with tune.heuristics_only():
+    with tuned.heuristics_only():
         jobs = [
             (kernel, config, arch)
             for kernel in (device_kernels() if kernels is None else kernels)

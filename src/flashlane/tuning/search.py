@@ -42,7 +42,7 @@ from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import CompiledKernel, Kernel, TunableKernel
 from flashlane.core.tuned import AUTO, heuristics_only
 from flashlane.inspect.compile_report import Usage, describe_config, usages_of
-from flashlane.tuning import stored as tune
+from flashlane.tuning import stored
 
 FORMAT = "flashlane-tune-run/1"
 SETTINGS = Settings(rounds=5, round_ms=5.0, warmup_ms=30.0, budget_ms=2000.0, preheat_ms=0.0)
@@ -181,7 +181,7 @@ class DirectionSearch:
     """A problem with tensors from a seed."""
     judge: Callable[[Sequence[Trial], AttentionProblem], list[Trial]]
     """Marks the trials that are kept."""
-    entries: Callable[[Sequence[Trial], AttentionProblem, dict[str, Any]], dict[str, tune.Tuned]]
+    entries: Callable[[Sequence[Trial], AttentionProblem, dict[str, Any]], dict[str, stored.Tuned]]
     """What to store of the judged trials of a problem."""
 
 
@@ -231,7 +231,7 @@ def tune_all(
     clock = clock_for(device, settings)
     problems = [replace(problem, needs_grad=search.direction == "backward") for problem in problems]
     for problem in problems:
-        if tune.class_of(AUTO, problem) is None or (problem.needs_grad and problem.deterministic):
+        if stored.class_of(AUTO, problem) is None or (problem.needs_grad and problem.deterministic):
             raise ValueError(f"problem is {problem.describe()}; only dense ones without window or modifiers are tuned")
     for number, problem in enumerate(problems):
         contenders, skipped = search.contenders(problem, kernels)
@@ -253,7 +253,7 @@ def tune_all(
         run.trials += trials
         entries = search.entries(trials, problem, machine)
         if entries:
-            tune.save(str(machine["device"]), str(problem.arch), entries)
+            stored.save(str(machine["device"]), str(problem.arch), entries)
             run.stored += entries
     return run
 
@@ -462,7 +462,7 @@ def _offered(trial: Trial, problem: AttentionProblem) -> bool:
     return trial.auto or (kernel.listed and full_precision(kernel, problem))
 
 
-def entries_of(trials: Sequence[Trial], problem: AttentionProblem, machine: dict[str, Any]) -> dict[str, tune.Tuned]:
+def entries_of(trials: Sequence[Trial], problem: AttentionProblem, machine: dict[str, Any]) -> dict[str, stored.Tuned]:
     """What to store of a problem's judged trials: its tags' choices, and ``auto``'s where it has a configuration."""
     entries = {}
     for trial in trials:
@@ -470,22 +470,22 @@ def entries_of(trials: Sequence[Trial], problem: AttentionProblem, machine: dict
             continue
         for tag, wanted in ((trial.tag, trial.chosen), (AUTO, trial.best)):
             if wanted:
-                entries[tune.class_of(tag, problem).key] = tuned_entry(trial, machine)
+                entries[stored.class_of(tag, problem).key] = tuned_entry(trial, machine)
     return entries
 
 
-def tuned_entry(trial: Trial, machine: dict[str, Any]) -> tune.Tuned:
+def tuned_entry(trial: Trial, machine: dict[str, Any]) -> stored.Tuned:
     """What to store of a trial, forward or backward."""
     contender = trial.contender
     source = contender.kernel.source_of(contender.config)
-    return tune.Tuned(
+    return stored.Tuned(
         tag=trial.tag,
         config=contender.kernel.tuned_fields(contender.config),
         problem=trial.problem,
         ms=trial.ms,
         tflops=trial.tflops,
         source=source,
-        digest=tune.digest_of(source),
+        digest=stored.digest_of(source),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         versions={name: machine.get(name) for name in VERSIONS},
     )

@@ -21,7 +21,7 @@ from flashlane.core import dispatch
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel
 from flashlane.core.tuned import heuristics_only
-from flashlane.tuning import stored as tune
+from flashlane.tuning import stored
 from flashlane.tuning.search import Configured, DirectionSearch, Trial, candidates_of_all, tune_all, tuned_entry
 
 BackwardContender = Configured[BackwardKernel]
@@ -97,10 +97,10 @@ def judge(trials: Sequence[Trial], problem: AttentionProblem) -> list[Trial]:
     return [replace(trial, chosen=fastest.get(trial.tag) is trial) for trial in trials]
 
 
-def entries_of(trials: Sequence[Trial], problem: AttentionProblem, machine: dict[str, Any]) -> dict[str, tune.Tuned]:
+def entries_of(trials: Sequence[Trial], problem: AttentionProblem, machine: dict[str, Any]) -> dict[str, stored.Tuned]:
     """What to store of a problem's judged trials: the choice of each kernel that has something to keep."""
     return {
-        tune.backward_class(trial.contender.kernel, problem).key: tuned_entry(trial, machine)
+        stored.backward_class(trial.contender.kernel, problem).key: tuned_entry(trial, machine)
         for trial in trials
         if trial.chosen and trial.contender.kernel.tuned_fields(trial.contender.config) is not None
     }

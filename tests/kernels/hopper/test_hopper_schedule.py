@@ -211,8 +211,8 @@ def test_a_dense_tile_packs_a_group_where_less_is_left_over(queries: int, heads:
     problem = problem_of(queries, queries, heads=36, kv_heads=9, batch=13, head_dim=128, head_dim_v=128, window_right=0)
     config = select.config_for(problem)
     assert config.packed_heads == heads and config == select.ranked(problem)[0][0]
-    assert select.tuned(config, problem) == select.tuned(replace(config, split=True), problem)
-    assert select.tuned(config, problem).packed_heads == heads
+    assert select.specialise_tuned(config, problem) == select.specialise_tuned(replace(config, split=True), problem)
+    assert select.specialise_tuned(config, problem).packed_heads == heads
     assert {other.packed_heads for other, _ in select.ranked(problem)} == {1, 4}
     for changes in ({"kv_heads": 36}, {"alibi": True}):
         assert {other.packed_heads for other, _ in select.ranked(replace(problem, **changes))} == {1}, changes

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from flashlane import jit
-from flashlane.core import tuned as tune
+from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DeviceKernel, Repeat, memoised, register
 from flashlane.jit import KernelSource
@@ -174,9 +174,9 @@ def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
 
 @memoised
 def _config(kernel: MmaAttention, problem: AttentionProblem) -> MmaConfig:
-    tuned = tune.lookup(kernel, problem)
-    if tuned:
-        return MmaConfig(**tuned)
+    found = tuned.lookup(kernel, problem)
+    if found:
+        return MmaConfig(**found)
     ranked = _ranked(kernel, problem)
     return ranked[0].config if ranked else next(kernel.variant.configs(problem))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from flashlane.core import tuned as stored
+from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import TunableKernel, memoised, register
 from flashlane.jit.toolchain import architecture_number
@@ -156,9 +156,9 @@ class TritonAttention(TunableKernel):
 @memoised
 def _config(kernel: TritonAttention, problem: AttentionProblem) -> TritonConfig:
     problem = problem.chosen_for
-    tuned = stored.lookup(kernel, problem)
-    if tuned:
-        config = TritonConfig(**tuned)
+    found = tuned.lookup(kernel, problem)
+    if found:
+        config = TritonConfig(**found)
         return replace(config, descriptors=config.descriptors and configs.describable(problem))
     return next(kernel.candidates(problem))
 

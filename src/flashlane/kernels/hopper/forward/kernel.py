@@ -207,7 +207,7 @@ def _config(problem: AttentionProblem) -> HopperConfig:
     """What the tuner found on this GPU, or else the tables' choice."""
     problem = problem.chosen_for
     found = tuned.lookup(KERNEL, problem)
-    return select.config_for(problem) if found is None else select.tuned(HopperConfig(**found), problem)
+    return select.config_for(problem) if found is None else select.specialise_tuned(HopperConfig(**found), problem)
 
 
 @memoised

@@ -373,7 +373,7 @@ def specialise(
     )
 
 
-def tuned(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
+def specialise_tuned(config: HopperConfig, problem: AttentionProblem) -> HopperConfig:
     """A configuration that was found for a problem like this one, with what this one needs."""
     able = {each.heads: each for each in _packings(problem, cost.shape_of(config)) if each is not None}
     return specialise(config, problem, able.get(config.packed_heads))
