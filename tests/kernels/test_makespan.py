@@ -13,7 +13,7 @@ from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.forward import cost, select, tile_scheduler, tiles
-from flashlane.kernels.makespan import least_makespan, makespan, sections_of
+from flashlane.kernels.makespan import heads_that_fit, least_makespan, makespan, sections_of
 from flashlane.kernels.memory_rate import overlapped
 
 KERNEL = registry.get("hopper(wgmma+tma)")
@@ -27,6 +27,16 @@ def taken_one_by_one(costs: list[float], sections: list[int], workers: int) -> f
                 first = min(range(workers), key=ends.__getitem__)
                 ends[first] += cost_of_tile
     return max(ends)
+
+
+def test_a_section_has_as_many_heads_as_its_budget_holds_and_one_at_least() -> None:
+    assert [heads_that_fit(size, 24 << 20) for size in (0, 1 << 20, 7 << 20, 24 << 20, 25 << 20)] == [
+        24 << 20,
+        24,
+        3,
+        1,
+        1,
+    ]
 
 
 def test_all_tiles_simulated_is_list_scheduling() -> None:

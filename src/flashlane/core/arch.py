@@ -11,6 +11,8 @@ DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ELEMENTS = {"f16": "__half", "bf16": "__nv_bfloat16"}
 """Types of device code, by dtype."""
+SMS = {"sm_80": 108, "sm_86": 84, "sm_87": 16, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
+"""SMs of a large GPU of an architecture; what is chosen for it suits a GPU with others a little less well."""
 _NOTHING = contextlib.nullcontext()
 
 

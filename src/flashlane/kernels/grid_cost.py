@@ -10,11 +10,9 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flashlane.core.arch import SMS
 from flashlane.kernels.makespan import ends_of
 from flashlane.kernels.tile_cost import Coefficients, TileBlocks
-
-SMS = {"sm_80": 108, "sm_86": 84, "sm_87": 16, "sm_89": 128, "sm_90a": 132, "sm_100": 148, "sm_120": 170}
-"""SMs of a large GPU of an architecture; what is chosen for it suits a GPU with others a little less well."""
 
 
 def sms_of(arch: str | None) -> int:

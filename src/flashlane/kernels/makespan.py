@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 SIMULATED = 400
 """Last tiles of a launch that are simulated. Before them all workers are busy, and their ends are spread evenly."""
 
+SECTION_BYTES = 24 << 20
+"""What the heads of a section read, K and V or other tensors, that is to stay in the L2 cache at once while their tiles
+run: a part of the cache of any large GPU since sm_80. Kernels with another budget name it themselves."""
 ALIKE = 32
 """Tiles of one cost from which many are taken at once."""
 
@@ -85,6 +88,11 @@ def sections_of(heads: int, section: int) -> list[int]:
     if not heads:
         return []
     return [section] * (heads // section) + [heads % section] * (heads % section > 0)
+
+
+def heads_that_fit(bytes_of_head: int, budget: int) -> int:
+    """Heads of a section, at least one, that read no more than ``budget`` bytes of the L2 cache together."""
+    return max(1, budget // max(1, bytes_of_head))
 
 
 def section_sizes(heads: int, sharing: int, about: Iterable[int]) -> list[int]:

@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashlane import jit
-from flashlane.core import tuned as tune
+from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem
+from flashlane.kernels.makespan import SECTION_BYTES, heads_that_fit
 from flashlane.kernels.mma import tiles as shapes
 from flashlane.kernels.mma.config import OUTPUTS, MmaConfig
 
-L2_BYTES = 24 << 20
-"""Bytes of the L2 cache that the keys and values of one section of heads may take."""
-CAUSAL_L2_BYTES = 48 << 20
-"""The same under a causal mask, where tiles of one length, of several heads, beat those of all lengths of one: 4 to
-16 % of the time at N 2048 to 16384 (an H200; more than this gains nothing)."""
+CAUSAL_SECTION_BYTES = 48 << 20
+"""The budget of a section under a causal mask, where tiles of one length, of several heads, beat those of all lengths of
+one: 4 to 16 % of the time at N 2048 to 16384 (an H200; more than this gains nothing)."""
 FAMILIES = {
     "split-kv": "warps share a row tile by keys; P and row maxima cross warps through shared memory",
     "split-q": "each warp owns rows and sees all keys; P stays in registers",
@@ -92,7 +91,7 @@ class Variant:
 
         ``few_blocks``: as for a problem with few (or many) CTAs; None asks the problem.
         """
-        few = tune.few_blocks(problem) if few_blocks is None else few_blocks
+        few = tuned.few_blocks(problem) if few_blocks is None else few_blocks
         for shape in self.shapes(problem, few):
             config = self.at(problem, shape)
             if config.shared_memory <= jit.shared_limit(problem.arch):
@@ -145,9 +144,9 @@ def _round_up(value: int, unit: int) -> int:
 
 def heads_per_section(problem: AttentionProblem) -> int:
     """Query heads whose keys and values fit the L2 cache at once; whole groups of a shared key/value head."""
-    size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
-    allowed = L2_BYTES if problem.window_right < 0 else CAUSAL_L2_BYTES
-    return min(problem.batch * problem.heads, max(1, allowed // size) * problem.group)
+    size = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    budget = SECTION_BYTES if problem.window_right < 0 else CAUSAL_SECTION_BYTES
+    return min(problem.batch * problem.heads, heads_that_fit(size, budget) * problem.group)
 
 
 def _grid() -> Iterator[Variant]:

@@ -15,6 +15,7 @@ from flashlane.core.problem import VECTOR_BYTES, AttentionProblem
 from flashlane.jit.toolchain import architecture_number
 from flashlane.kernels.features import PAGED
 from flashlane.kernels.grid_cost import sms_of
+from flashlane.kernels.makespan import SECTION_BYTES, heads_that_fit
 
 MIN_COLUMNS = 16
 """Narrowest column tile of a head dim that ``tl.dot`` takes."""
@@ -29,8 +30,6 @@ SMALLEST_SHARED = 99 << 10
 """Bytes of shared memory of a CTA on the smallest GPUs since sm_80."""
 DESCRIPTORS_ARCH = 90
 """The first architecture with tensor descriptors (TMA)."""
-L2_BYTES = 24 << 20
-"""Bytes of the L2 cache that the keys and values of one section of heads may take."""
 
 
 @dataclass(frozen=True)
@@ -257,5 +256,5 @@ def splits_of(problem: AttentionProblem, config: TritonConfig) -> int:
 
 def heads_per_section(problem: AttentionProblem, pack: int) -> int:
     """Heads, or packed groups of them, whose keys and values fit the L2 cache; whole groups of a shared head."""
-    size = max(1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize)
-    return max(1, L2_BYTES // size) * problem.group // pack
+    size = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    return heads_that_fit(size, SECTION_BYTES) * problem.group // pack

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.arch import L2_BYTES
-from flashlane.kernels.makespan import makespan, section_sizes, sections_of
+from flashlane.kernels.hopper.arch import SECTION_BYTES
+from flashlane.kernels.makespan import heads_that_fit, makespan, section_sizes, sections_of
 
 if TYPE_CHECKING:
     from flashlane.core.ranges import QueryRanges
@@ -72,7 +72,7 @@ def heads_per_section(problem: AttentionProblem) -> int:
     of their own (``ordered_tiles.py``).
     """
     heads = problem.kv_heads * (1 if problem.varlen else problem.batch)
-    section = even(heads, max(1, L2_BYTES // max(1, bytes_of_head(problem)))) if problem.has_right_only else 1
+    section = even(heads, heads_that_fit(bytes_of_head(problem), SECTION_BYTES)) if problem.has_right_only else 1
     return min(heads, max(1, section))
 
 

@@ -12,9 +12,10 @@ import torch
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.flex.program import Arguments
 from flashlane.jit import launch, shared_limit
-from flashlane.kernels.hopper.arch import ARCH, L2_BYTES
+from flashlane.kernels.hopper.arch import ARCH, SECTION_BYTES
 from flashlane.kernels.hopper.backward import select
 from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM, GradientConfig
+from flashlane.kernels.hopper.backward.head_swizzle import bytes_of_head
 from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.tiles import NARROW_STEP, least_work
@@ -32,6 +33,7 @@ from flashlane.kernels.hopper.flex.problem import (
     readable,
     takes_approximate_tanh,
 )
+from flashlane.kernels.makespan import heads_that_fit
 
 PLANS_KEPT = 1024
 NARROW_ROWS = (112, 96, 64)
@@ -114,9 +116,8 @@ def _section(problem: AttentionProblem, by_lists: bool) -> int:
     """
     if problem.deterministic and not by_lists:
         return 0
-    row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize + 4 * problem.head_dim
-    fitting = L2_BYTES // max(1, problem.seqlen_q * row * problem.group)
-    wanted = max(1, fitting) * (ORDERED_HEADS if problem.deterministic else 1)
+    fitting = heads_that_fit(bytes_of_head(problem) * problem.group, SECTION_BYTES)
+    wanted = fitting * (ORDERED_HEADS if problem.deterministic else 1)
     return max(1, min(problem.batch * problem.kv_heads, wanted))
 
 

@@ -15,7 +15,7 @@ from flashlane.core.problem import AttentionProblem
 from flashlane.flex.layout import empty_in_order
 from flashlane.flex.program import Arguments
 from flashlane.jit import alongside, compile_together, launch, shared_limit, tensormap
-from flashlane.kernels.hopper.arch import ARCH, L2_BYTES, SMS
+from flashlane.kernels.hopper.arch import ARCH, SECTION_BYTES, SMS
 from flashlane.kernels.hopper.flex import run_backward
 from flashlane.kernels.hopper.flex.masks import forward_lists, unit_mask
 from flashlane.kernels.hopper.flex.problem import (
@@ -34,6 +34,7 @@ from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import PreparedForward
 from flashlane.kernels.hopper.forward.tile_scheduler import FULL_ENOUGH, ceil_div
 from flashlane.kernels.hopper.forward.tiles import M192N64S3, M192N80S3, M256N64S4, M256N64S4_FREE, TileShape
+from flashlane.kernels.makespan import heads_that_fit
 
 PLANS_KEPT = 1024
 LEAST_SCALE = 2.0**-20
@@ -113,8 +114,7 @@ def config_of(
 def _section(problem: AttentionProblem) -> int:
     """Heads whose keys and values fit the L2 cache at once: in a section the longest tiles come first."""
     size = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    kv_heads = max(1, L2_BYTES // max(1, size))
-    return max(1, min(problem.batch * problem.heads, kv_heads * problem.group))
+    return max(1, min(problem.batch * problem.heads, heads_that_fit(size, SECTION_BYTES) * problem.group))
 
 
 def _section_of_lists(problem: AttentionProblem, config: HopperConfig) -> int:

@@ -6,9 +6,10 @@ Each kernel sums in registers, so that all gradients have the same bits at every
 from __future__ import annotations
 
 from flashlane.core.problem import AttentionProblem
-from flashlane.kernels.hopper.arch import L2_BYTES
+from flashlane.kernels.hopper.arch import SECTION_BYTES
 from flashlane.kernels.hopper.backward.launch import GradientLaunch, Schedule
 from flashlane.kernels.hopper.backward.split_dkdv_dq.config import SplitConfig
+from flashlane.kernels.makespan import heads_that_fit
 
 
 def schedule(
@@ -21,8 +22,8 @@ def schedule(
     kv_heads, heads = problem.kv_heads * problem.batch, problem.heads * problem.batch
 
     def section(heads: int, read: int) -> int:
-        """Heads of a section: under a causal mask as many as fit half of the L2 cache, else 1."""
-        return min(heads, max(1, L2_BYTES // 2 // max(1, read))) if problem.has_right_only else 1
+        """Heads of a section: under a causal mask as many as read half of the budget, else 1; two kernels share it."""
+        return min(heads, heads_that_fit(read, SECTION_BYTES // 2)) if problem.has_right_only else 1
 
     dkdv = GradientLaunch(
         (n_blocks * kv_heads, config.cluster, 1),
