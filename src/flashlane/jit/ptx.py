@@ -8,8 +8,8 @@ shared memory that the PTX declares. ptxas makes the same machine code of it: :f
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Iterator
+
+from flashlane.jit.report import elf_sections
 
 _ENTRY = re.compile(r"^\.visible \.entry (\w+)\(\n(.*?)^\)\n(.*?)^\{\n(.*)^\}\s*\Z", re.MULTILINE | re.DOTALL)
 _PARAMETER = re.compile(r"\s*\.param \.align (\d+) \.b8 (\w+)\[(\d+)\]")
@@ -114,20 +114,16 @@ def _attributes(directives: str, entry: str) -> str:
 
 def same_machine_code(one: bytes, other: bytes) -> bool:
     """Whether two cubins have the same instructions and the same resources of each kernel; line numbers may differ."""
-    return dict(_code_sections(one)) == dict(_code_sections(other))
+    return _code(one) == _code(other)
 
 
-def _code_sections(cubin: bytes) -> Iterator[tuple[str, tuple[int, int, bytes]]]:
-    """Name, registers (of the section's info), flags (barriers among them) and instructions of each code section.
+def _code(cubin: bytes) -> dict[str, tuple[int, int, bytes]]:
+    """Registers, flags (barriers among them) and instructions of each code section, by its name.
 
     Source: the ELF-64 format, and the fields of it that cubins use for registers and barriers.
     """
-    offset = struct.unpack_from("<Q", cubin, 40)[0]
-    size, count, names_index = struct.unpack_from("<HHH", cubin, 58)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size) for i in range(count)]
-    names = headers[names_index][4]
-    for header in headers:
-        begin = names + header[0]
-        name = cubin[begin : cubin.index(b"\0", begin)].decode()
-        if name.startswith(".text."):
-            yield name, (header[7] >> 24, header[2], cubin[header[4] : header[4] + header[5]])
+    return {
+        each.name: (each.info >> 24, each.flags, cubin[each.offset : each.offset + each.size])
+        for each in elf_sections(cubin)
+        if each.name.startswith(".text.")
+    }

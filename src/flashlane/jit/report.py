@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Text, which re compiles at its first use: a call whose kernels are in the cache reads no log.
 _ENTRY = r"Compiling entry function '([^']+)'"
@@ -66,7 +67,9 @@ def read_log(log: str, entry: str, cubin: bytes) -> CompileReport:
         spill_loads=sum(loads for _, _, loads in frames),
         stack=stack,
         static_shared=_first(_SHARED, text),
-        constant=sum(size for name, size in section_sizes(cubin) if re.fullmatch(rf"\.nv\.constant\d+\.{entry}", name)),
+        constant=sum(
+            each.size for each in elf_sections(cubin) if re.fullmatch(rf"\.nv\.constant\d+\.{entry}", each.name)
+        ),
         warnings=tuple(line.strip() for line in lines if re.search(_WARNING, line)),
         log=log,
     )
@@ -79,19 +82,35 @@ def first_errors(log: str, count: int = 3) -> str:
     return "\n".join((errors or lines)[:count])
 
 
-def section_sizes(cubin: bytes) -> list[tuple[str, int]]:
-    """Names and sizes of a cubin's sections (64-bit little-endian ELF)."""
+class ElfSection(NamedTuple):
+    """A section of a cubin."""
+
+    name: str
+    flags: int
+    """Of code among other things the number of barriers."""
+    offset: int
+    size: int
+    info: int
+    """Of code among other things the registers of a thread, in the highest byte."""
+
+
+def elf_sections(cubin: bytes) -> list[ElfSection]:
+    """A cubin's sections (64-bit little-endian ELF).
+
+    Raises:
+        ValueError: it is no such file.
+    """
     if cubin[:6] != b"\x7fELF\x02\x01":
         raise ValueError("this is not a cubin (a 64-bit little-endian ELF file)")
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     entry_size, count, names_index = struct.unpack_from("<3H", cubin, 0x3A)
-    # Elf64_Shdr: name (u32) at 0, offset (u64) at 24, size (u64) at 32.
-    headers = [
-        (struct.unpack_from("<I", cubin, at)[0], *struct.unpack_from("<2Q", cubin, at + 24))
-        for at in range(table, table + entry_size * count, entry_size)
-    ]
-    strings = headers[names_index][1]
-    return [(cubin[strings + name : cubin.index(b"\0", strings + name)].decode(), size) for name, _, size in headers]
+    # Elf64_Shdr: name, type, flags, address, offset, size, link, info, alignment, entry size.
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + entry_size * number) for number in range(count)]
+    names, found = headers[names_index][4], []
+    for name, _, flags, _, offset, size, _, info, *_ in headers:
+        end = cubin.index(b"\0", names + name)
+        found.append(ElfSection(cubin[names + name : end].decode(), flags, offset, size, info))
+    return found
 
 
 def _first(pattern: str, text: str) -> int:

@@ -8,6 +8,10 @@ import numpy as np
 
 from flashlane.core.problem import AttentionProblem
 
+SOFTMAX = 0.4
+"""Part of an n-block's time that does not grow with the head dim: the softmax costs as much, however few columns the
+products have."""
+
 
 class Coefficients(NamedTuple):
     """The cost coefficients of a tile shape, in microseconds."""

@@ -22,15 +22,13 @@ from flashlane.kernels.makespan import sections_of
 from flashlane.kernels.mma import tiles
 from flashlane.kernels.mma.config import MmaConfig
 from flashlane.kernels.mma.variants import VARIANTS, Variant, heads_per_section
-from flashlane.kernels.tile_cost import Coefficients, blocks_of
+from flashlane.kernels.tile_cost import SOFTMAX, Coefficients, blocks_of
 
 TIMED_ARCH = "sm_90a"
 CLASSES = (32, 64, 96, 128, 160, 256, 320, 512)
 """Head dims that were timed; others count as the next larger one, in proportion to their products."""
 COMPARED = {tag: variant for tag, variant in VARIANTS.items() if tag in tiles.FASTEST}
 """The variants that ``auto`` chooses from, by tag."""
-SOFTMAX = 0.4
-"""Part of an n-block's time that does not grow with the head dim."""
 
 
 @dataclass(frozen=True)

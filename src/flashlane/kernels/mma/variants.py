@@ -14,8 +14,8 @@ from flashlane.kernels.mma import tiles as shapes
 from flashlane.kernels.mma.config import OUTPUTS, MmaConfig
 
 CAUSAL_SECTION_BYTES = 48 << 20
-"""The budget of a section under a causal mask, where tiles of one length, of several heads, beat those of all lengths of
-one: 4 to 16 % of the time at N 2048 to 16384 (an H200; more than this gains nothing)."""
+"""The same budget under a causal mask, where tiles of one length, of several heads, beat those of all lengths of one:
+4 to 16 % of the time at N 2048 to 16384 (an H200; more than this gains nothing)."""
 FAMILIES = {
     "split-kv": "warps share a row tile by keys; P and row maxima cross warps through shared memory",
     "split-q": "each warp owns rows and sees all keys; P stays in registers",

@@ -23,7 +23,7 @@ from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig
 from flashlane.kernels.hopper.forward.tiles import ShapeClass, TileShape, class_of
 from flashlane.kernels.makespan import least_makespan, makespan, sections_of
 from flashlane.kernels.memory_rate import SECTOR, on_sector, overlapped, read_rate
-from flashlane.kernels.tile_cost import Coefficients, TileBlocks
+from flashlane.kernels.tile_cost import SOFTMAX, Coefficients, TileBlocks
 
 MATRIX_TFLOPS = 620.0
 """What a shape without coefficients is taken to reach."""
@@ -121,8 +121,7 @@ def _coefficients_of(head_dim: int, columns_v: int, shape: TileShape) -> Coeffic
     if fitted is None:
         block = products_of(CONSUMER_ROWS * shape.consumers, shape.block_n, one)
         fitted = Coefficients(2 * block, block, block / 2)
-    # The softmax costs as much, however few columns the products have.
-    return Coefficients(fitted.tile, fitted.block * (0.4 + 0.6 * work), fitted.masked)
+    return Coefficients(fitted.tile, fitted.block * (SOFTMAX + (1 - SOFTMAX) * work), fitted.masked)
 
 
 def with_packing(one: Coefficients, config: HopperConfig) -> Coefficients:
