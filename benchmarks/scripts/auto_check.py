@@ -50,7 +50,7 @@ from flashlane.tuning.search import (
     SETTINGS,
     VERSIONS,
     Contender,
-    Heat,
+    Screening,
     Trial,
     contenders_of,
     full_precision,
@@ -63,7 +63,7 @@ GRID = {"N": "512:16384:x2", "D": "64,128,256", "dtype": "f16,bf16"}
 TOKENS, WIDTH = 16384, 2048
 """batch × seqlen and heads × head_dim of the grid's problems."""
 QUICK = replace(SETTINGS, rounds=2, round_ms=1.0, warmup_ms=1.0, budget_ms=100.0)
-HEATS = (Heat(1.5), Heat(1.15, QUICK))
+SCREENINGS = (Screening(1.5), Screening(1.15, QUICK))
 SAME = ("device", "arch", *(name for name in VERSIONS if name != "commit"))
 """What the cells of one file have in common."""
 SPARED_CORES = 4
@@ -109,7 +109,7 @@ def cell_of(problem: AttentionProblem, device: torch.device, rounds: int, seed: 
     settings = replace(SETTINGS, rounds=rounds)
     clock = clock_for(device, settings)
     trials = time_contenders(
-        problem, contenders(problem), device, clock=clock, settings=settings, seed=seed, heats=HEATS
+        problem, contenders(problem), device, clock=clock, settings=settings, seed=seed, screenings=SCREENINGS
     )
     free_memory(device)
     failed = [trial for trial in trials if trial.status != OK]

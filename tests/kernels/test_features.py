@@ -11,7 +11,8 @@ from flashlane.core.problem import FEATURES, AttentionProblem
 from flashlane.kernels import features
 
 PLAIN = AttentionProblem(1, 2, 2, 8, 8, 16, 16, torch.float16, 0.25, arch="sm_80")
-GROUPS = [features.SCORE_MODIFIERS, features.BIAS, features.DROPOUT, features.VARLEN, features.CACHE, features.PAGED]
+SCORE_MODIFIERS = features.of_group("score")
+GROUPS = [SCORE_MODIFIERS, features.BIAS, features.DROPOUT, features.VARLEN, features.CACHE, features.PAGED]
 
 
 def test_each_feature_belongs_to_one_group() -> None:

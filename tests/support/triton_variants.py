@@ -121,7 +121,7 @@ BACKWARD_VARIANTS = (
     BackwardVariant(mask="full", features=("bias", "sinks")),
     BackwardVariant(F16, 64, mask="window", features=("varlen", "softcap", "alibi", "sinks", "dropout", "bias")),
     BackwardVariant(head_dim=128, mask="causal", features=("varlen", "alibi", "dropout")),
-    *(BackwardVariant(F32, 64, mask="causal", precision=p) for p in ("ieee", "tf32", "tf32x3", "bf16x6")),
-    *(BackwardVariant(F32, 128, mask="full", precision=p) for p in ("ieee", "tf32x3", "bf16x6")),
+    *(BackwardVariant(F32, 64, mask="causal", precision=p) for p in ("ieee", "tf32", "bf16x6")),
+    *(BackwardVariant(F32, 128, mask="full", precision=p) for p in ("ieee", "bf16x6")),
     BackwardVariant(F32, 40, mask="window", features=("varlen", "softcap", "alibi", "sinks", "dropout", "bias")),
 )

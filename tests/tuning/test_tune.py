@@ -501,17 +501,17 @@ def test_the_slow_drop_out_before_the_figure():
 
     taken = Breaking("taken", {64: 4.0, 8: 1.0})
     other = TunableKernel("other", {128: 1.0, 32: 1.6, 16: 1.3, 4: 1.1})
-    heats = (tuner.Heat(1.5), tuner.Heat(1.2, SETTINGS))
+    screenings = (tuner.Screening(1.5), tuner.Screening(1.2, SETTINGS))
     with registry.table_of(registry.get("reference"), taken, other):
         taken.priority = 99
         found, _ = tuner.contenders_of(problem(), [taken, other])
-        trials = tuner.time_contenders(problem(), found, CPU, clock=Calling(), settings=SETTINGS, heats=heats)
+        trials = tuner.time_contenders(problem(), found, CPU, clock=Calling(), settings=SETTINGS, screenings=screenings)
     by_rows = {trial.contender.config.rows: trial for trial in trials}
     assert {rows for rows, trial in by_rows.items() if trial.timing} == {64, 128, 4} and by_rows[64].auto
     assert by_rows[32].message.startswith("1.6 times the fastest") and by_rows[32].status == "ok"
     assert by_rows[16].message.startswith("1.3 times the fastest")
     assert by_rows[8].status == "error" and "no more" in by_rows[8].message
-    assert other.ran.count(16) == other.ran.count(32) + 1, "it ran in the second heat"
+    assert other.ran.count(16) == other.ran.count(32) + 1, "it ran in the second screening"
 
 
 @pytest.fixture

@@ -133,9 +133,9 @@ def occupancy(arch: str, threads: int, registers: int, shared: int) -> Occupancy
 def _ctas_by_registers(sm: ArchLimits, warps: int, registers: int) -> int:
     if registers == 0:
         return sm.ctas
-    of_warp = _round_up(registers * WARP, REGISTER_GRANULARITY)
+    of_warp = round_up(registers * WARP, REGISTER_GRANULARITY)
     # The launch check counts a CTA's warps rounded up to the sub-partitions.
-    if of_warp * _round_up(warps, SUB_PARTITIONS) > sm.registers:
+    if of_warp * round_up(warps, SUB_PARTITIONS) > sm.registers:
         return 0
     resident = sm.registers // SUB_PARTITIONS // of_warp * SUB_PARTITIONS
     return resident // warps
@@ -144,8 +144,9 @@ def _ctas_by_registers(sm: ArchLimits, warps: int, registers: int) -> int:
 def _ctas_by_shared(sm: ArchLimits, shared: int) -> int:
     if shared > sm.shared_of_cta:
         return 0
-    return sm.shared // _round_up(shared + RESERVED_SHARED, SHARED_GRANULARITY)
+    return sm.shared // round_up(shared + RESERVED_SHARED, SHARED_GRANULARITY)
 
 
-def _round_up(value: int, unit: int) -> int:
+def round_up(value: int, unit: int) -> int:
+    """The least multiple of ``unit`` that is not below ``value``."""
     return -(-value // unit) * unit

@@ -17,6 +17,7 @@ from flashlane.jit.driver import driver
 Dim3 = tuple[int, int, int]
 
 MAX_GRID: Dim3 = (2**31 - 1, 65535, 65535)
+"""CTAs of a grid along x, y and z."""
 DEFAULT_SHARED = 48 * 1024
 """Bytes of shared memory, static and dynamic, that a block may have without opting in."""
 NOT_CURRENT = (201, 400)
@@ -134,7 +135,9 @@ class Function:
             ValueError: the grid, the block or the shared memory is beyond what can be launched.
         """
         (gx, gy, gz), (bx, by, bz) = grid, block
-        if not (0 < gx < 2147483648 and 0 < gy < 65536 and 0 < gz < 65536 and 0 < bx * by * bz <= self.max_threads):
+        most_x, most_y, most_z = MAX_GRID
+        fits = 0 < gx <= most_x and 0 < gy <= most_y and 0 < gz <= most_z
+        if not (fits and 0 < bx * by * bz <= self.max_threads):
             self._reject(grid, block)
         if shared > self._shared_allowed:
             self.set_shared_memory(shared)

@@ -6,8 +6,8 @@ groups that it implements and never the fields::
     ABLE = (*SCORE_FEATURES, *VARLEN, *CACHE, *PAGED)
     reason = unsupported_features(problem, ("f16", "bf16"), ABLE)
 
-``SCORE_FEATURES`` are the score modifiers that ``kernels/score.py`` defines for device code. :data:`SCORE_MODIFIERS`
-are all of them: a kernel that names these would accept, and ignore, a modifier which only other kernels have so far.
+``SCORE_FEATURES`` are the score modifiers that ``kernels/score.py`` defines for device code. The group "score" has all
+of them: a kernel that named it would accept, and ignore, a modifier which only other kernels have so far.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ def of_group(*groups: Group) -> tuple[str, ...]:
     return tuple(name for name, group in FEATURES.items() if group in groups)
 
 
-SCORE_MODIFIERS = of_group("score")
-"""What changes scores, or a row's sum, by numbers of a head or of the call."""
 BIAS = of_group("bias")
 """A tensor that is added to the scores."""
 DROPOUT = of_group("dropout")

@@ -41,6 +41,10 @@ def fold_of(scale: float) -> float:
     return 2.0 ** max(-14, math.floor(math.log2(scale))) if scale < 1 else 1.0
 
 
+FLOAT_BYTES = 4
+"""Of an f32, in which statistics and partial results are kept."""
+
+
 def params_without_addresses(
     problem: AttentionProblem,
     strides: tuple[tuple[int, ...], ...],

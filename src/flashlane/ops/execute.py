@@ -1,4 +1,7 @@
-"""The only place that calls kernels: from a validated call, or an operator's arguments, to a forward or a backward."""
+"""Calls of kernels for the public API and the operators: from checked arguments to a forward or a backward.
+
+:mod:`flashlane.distributed` and :mod:`flashlane.integrations.torch` call kernels themselves.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import torch
 
 from flashlane.core.work import product_flops, visible_pairs
 from flashlane.ops import schema
-from flashlane.ops.torch_rules import BACKWARD_EXTRAS
+from flashlane.ops.torch_rules import BACKWARD_EXTRA_COUNT
 
 COUNTER = "torch.utils.flop_counter"
 
@@ -71,7 +71,7 @@ def forward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
 
 def backward_flops(*args: Any, out_val: Any = None, **_: Any) -> int:
     """FLOPs of a backward call, 2·(3D + 2Dv) for each visible pair of each head: its five matrix products."""
-    rest = schema.with_defaults(args[BACKWARD_EXTRAS:])
+    rest = schema.with_defaults(args[BACKWARD_EXTRA_COUNT:])
     q, _, v = rest[:3]
     return product_flops(_pairs(rest) * q.shape[-2], q.shape[-1], v.shape[-1], "backward")
 

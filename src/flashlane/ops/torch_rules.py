@@ -14,7 +14,7 @@ from flashlane.core import arch
 from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, TENSORS, Inputs
 from flashlane.ops import schema
 
-BACKWARD_EXTRAS = len(schema.BACKWARD_EXTRAS)
+BACKWARD_EXTRA_COUNT = len(schema.BACKWARD_EXTRAS)
 """How many arguments of ``flashlane::backward`` come before those of ``flashlane::forward``."""
 _AUTOCAST_KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 
@@ -98,11 +98,11 @@ def _vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple
 
 def _vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     operator, size = torch.ops.flashlane.backward, info.batch_size
-    extras, rest = args[:BACKWARD_EXTRAS], schema.with_defaults(args[BACKWARD_EXTRAS:])
+    extras, rest = args[:BACKWARD_EXTRA_COUNT], schema.with_defaults(args[BACKWARD_EXTRA_COUNT:])
     args = (*extras, *rest)
     in_dims = (*in_dims, *(None,) * (len(args) - len(in_dims)))
     named = dict(zip(schema.NAMES, rest, strict=True))
-    dims = dict(zip(schema.NAMES, in_dims[BACKWARD_EXTRAS:], strict=True))
+    dims = dict(zip(schema.NAMES, in_dims[BACKWARD_EXTRA_COUNT:], strict=True))
     # The gradients of the other arguments are sums over the batch, which must not run over the axis of vmap.
     summed = any(named[name] is not None for name in DIFFERENTIABLE[3:])
     if not _folds(named, dims) or summed:

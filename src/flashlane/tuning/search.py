@@ -116,7 +116,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Heat:
+class Screening:
     """A short timing before the figure, by which the slow ones drop out."""
 
     margin: float
@@ -303,11 +303,11 @@ def time_contenders(
     settings: Settings = SETTINGS,
     seed: int = 0,
     reporter: Reporter | None = None,
-    heats: Sequence[Heat] = (),
+    screenings: Sequence[Screening] = (),
 ) -> list[Trial]:
     """Compile, check and time contenders of a direction (forward unless ``search`` says another) against each other.
 
-    What fails gives a trial that says so; so does a contender that drops out in one of the ``heats``.
+    What fails gives a trial that says so; so does a contender that drops out in one of the ``screenings``.
     """
     search, reporter = search or FORWARD, reporter or Silent()
     reporter.begin(problem.describe(), len(contenders) * (3 + settings.rounds))
@@ -322,8 +322,9 @@ def time_contenders(
         clock = clock or clock_for(device, settings)
         timed: dict[int, Trial] = {}
         speed = functools.partial(_timed, problem=problem, direction=search.direction)
-        for heat in heats:
-            out_of_it = _dropped(running, _heat(_callable(running, subject), clock, heat), heat.margin, speed)
+        for screening in screenings:
+            times = _screened(_callable(running, subject), clock, screening)
+            out_of_it = _dropped(running, times, screening.margin, speed)
             timed |= out_of_it
             running = [trial for trial in running if id(trial) not in out_of_it]
         items = _callable(running, subject)
@@ -336,14 +337,14 @@ def _callable(trials: Sequence[Trial], subject: Subject) -> list[Implementation]
     return [Implementation(t.tag, "kernel", functools.partial(subject.run, t.contender)) for t in trials]
 
 
-def _heat(items: Sequence[Implementation], clock: Clock, heat: Heat) -> list[float | Exception]:
+def _screened(items: Sequence[Implementation], clock: Clock, screening: Screening) -> list[float | Exception]:
     """Milliseconds of each item, or what it raised."""
-    if heat.settings is not None:
-        return [t.median if isinstance(t, Timing) else t for t in measure(items, clock, heat.settings)]
-    return [_glance(item, clock) for item in items]
+    if screening.settings is not None:
+        return [t.median if isinstance(t, Timing) else t for t in measure(items, clock, screening.settings)]
+    return [_milliseconds_of_few(item, clock) for item in items]
 
 
-def _glance(item: Implementation, clock: Clock) -> float | Exception:
+def _milliseconds_of_few(item: Implementation, clock: Clock) -> float | Exception:
     try:
         call = clock.prepare(item)
         with item.context():

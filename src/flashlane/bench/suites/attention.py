@@ -35,11 +35,10 @@ from flashlane.bench.suites.suite import (
     speedup,
 )
 from flashlane.core.problem import DTYPES
+from flashlane.core.work import DIRECTIONS, Direction
 from flashlane.models.attention import eager_attention
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-Direction = Literal["forward", "backward", "both"]
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 Compiling = Literal["static", "dynamic", "none"]
 COMPILING: tuple[Compiling, ...] = ("static", "dynamic", "none")
 SCORE_COPIES = {"forward": 3, "backward": 5, "both": 5}

@@ -12,6 +12,7 @@ from flashlane import jit
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import DECODE, FEW_ROWS, DeviceKernel, Repeat, register
 from flashlane.jit import KernelSource
+from flashlane.jit.launch import MAX_GRID
 from flashlane.kernels.decode.config import DecodeConfig
 from flashlane.kernels.decode.launch import launch_attention, repeated_attention, source_of
 from flashlane.kernels.decode.select import compared_configs, config_for, predicted_time
@@ -19,8 +20,7 @@ from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_feature
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
 
 MAX_HEAD_DIM = 256
-MAX_BATCH = 65535
-"""The largest z of a grid."""
+MAX_BATCH = MAX_GRID[2]
 MAX_GROUP = 1 << 15
 """The largest group of heads by which the kernel divides rows exactly in 32 bits."""
 ABLE = (*SCORE_FEATURES, *VARLEN, *CACHE, *PAGED)

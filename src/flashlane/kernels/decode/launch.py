@@ -18,14 +18,13 @@ from flashlane.jit.toolchain import architecture_number
 from flashlane.kernels.decode.config import PLANE, DecodeConfig
 from flashlane.kernels.decode.select import config_for, splits_for, stream_k_ctas
 from flashlane.kernels.device_file import device_code
-from flashlane.kernels.params import AttentionParams, check_outputs, params_without_addresses
+from flashlane.kernels.params import FLOAT_BYTES, AttentionParams, check_outputs, params_without_addresses
 from flashlane.kernels.score import ScoreParams, has_score_tensors, run_time_score_inputs, score_pointers
 from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, seqlen_pointers_of
 from flashlane.kernels.split_kv import lengths_differ
 
 SOURCE = "kernels/decode/decode.cu"
 """The entry; the device files next to it hold the tile scheduler, the producer, the consumer and the combine."""
-FLOAT_BYTES = 4
 Strides = tuple[int, ...]
 Side = tuple[tuple[int, ...], Strides]
 """Shape and strides of K or V."""

@@ -17,7 +17,7 @@ class MmaConfig:
 
     dtype: str
     head_dim: int
-    """Columns of the Q and K tiles: the problem's head_dim rounded up to 16."""
+    """Columns of the Q and K tiles: the problem's head_dim rounded up to 16, or in tiling families to a slice."""
     head_dim_v: int
     block_m: int
     block_n: int

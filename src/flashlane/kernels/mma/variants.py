@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from flashlane import jit
 from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem
+from flashlane.jit.budget import round_up
 from flashlane.kernels.makespan import SECTION_BYTES, heads_that_fit
 from flashlane.kernels.mma import tiles as shapes
 from flashlane.kernels.mma.config import OUTPUTS, MmaConfig
@@ -114,8 +115,8 @@ class Variant:
             v_columns = shapes.slice_of(problem.head_dim_v, shape.k_slice, column_unit)
         return MmaConfig(
             dtype=problem.dtype_name,
-            head_dim=_round_up(problem.head_dim, k_slice or 16),
-            head_dim_v=_round_up(problem.head_dim_v, v_columns or column_unit),
+            head_dim=round_up(problem.head_dim, k_slice or 16),
+            head_dim_v=round_up(problem.head_dim_v, v_columns or column_unit),
             block_m=shape.block_m,
             block_n=shape.block_n,
             warps_q=shape.warps_q,
@@ -136,10 +137,6 @@ class Variant:
             q_streamed=self.tiling and not self.persistent,
             output=self.output,
         )
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 def heads_per_section(problem: AttentionProblem) -> int:

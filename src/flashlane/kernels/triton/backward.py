@@ -80,7 +80,7 @@ def triton_backward(
         bias_grad: whether the bias' gradient is wanted; it is summed over the axes that the bias broadcasts along.
         dtypes: of dQ, and of dK and dV, where they are not those of the inputs but f32.
         precision: of the products of f32 inputs: ``ieee``; on tensor cores ``tf32`` (10 bits of fraction), or, as
-            exact as f32, ``tf32x3`` and ``bf16x6`` (sums of three and of six products of terms).
+            exact as f32, ``bf16x6`` (sums of six products of terms).
         config: the configuration to run, or None for the heuristic's.
 
     Returns:

@@ -18,7 +18,7 @@ PROGRAMS_PER_SM = 4
 """So many programs for each SM even out the tiles of a causal mask; with fewer, tiles are split."""
 SPLIT_TILES = 2
 """Least tiles that a split walks: what it loads besides them costs about as much as one."""
-TERM_BYTES = {"tf32x3": 2.0, "bf16x6": 1.5}
+TERM_BYTES = {"bf16x6": 1.5}
 """Bytes of the terms that an f32 operand is the sum of, over its own bytes."""
 
 
@@ -126,12 +126,6 @@ TF32: tuple[Row, ...] = (
     (128, Tile(32, 32, 4, 1, True), Tile(32, 32, 4, 1)),
     (256, Tile(16, 64, 8, 1, True), Tile(64, 16, 8, 1)),
 )
-TF32X3: tuple[Row, ...] = (
-    (64, Tile(64, 128, 8, 1, True), Tile(128, 64, 8, 1)),
-    (64, Tile(32, 32, 4, 1, True), Tile(32, 32, 4, 1)),
-    (128, Tile(32, 32, 4, 1, True), Tile(64, 32, 4, 1)),
-    (256, Tile(16, 16, 4, 1, True), Tile(16, 32, 4, 1)),
-)
 BF16X6: tuple[Row, ...] = (
     (64, Tile(64, 128, 8, 1, True), Tile(128, 64, 8, 1)),
     (64, Tile(32, 64, 4, 1, True), Tile(64, 32, 4, 1)),
@@ -141,7 +135,7 @@ BF16X6: tuple[Row, ...] = (
     (256, Tile(16, 32, 4, 1, True), Tile(16, 32, 4, 1)),
 )
 """Those up to head dim 128 were measured on an H200 (docs/triton.md)."""
-SINGLE = {"ieee": IEEE, "tf32": TF32, "tf32x3": TF32X3, "bf16x6": BF16X6}
+SINGLE = {"ieee": IEEE, "tf32": TF32, "bf16x6": BF16X6}
 """The tiles of f32, by the precision of its products."""
 PRECISIONS = tuple(SINGLE)
 SMALLEST = (Tile(16, 16, 4, 1, True), Tile(16, 16, 4, 1))

@@ -119,7 +119,7 @@ HALF = (
     *_rows(512, (32, 32, 4, 2), (32, 16, 4, 2), (16, 16, 4, 1)),
 )
 """The same with mma.sync; not measured."""
-SPLIT = (
+BF16X6 = (
     *_rows(64, (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
     *_rows(128, (128, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 1)),
     *_rows(256, (64, 32, 8, 2), (64, 16, 4, 2), (32, 16, 4, 1)),
@@ -150,7 +150,7 @@ FEW_ROWS_F32 = (
     *_rows(256, (16, 16, 4, 2), (16, 16, 4, 1)),
     *_rows(512, (16, 16, 4, 1)),
 )
-SINGLE = {"ieee": IEEE, "tf32": TF32, "bf16x6": SPLIT}
+SINGLE = {"ieee": IEEE, "tf32": TF32, "bf16x6": BF16X6}
 """Tables of f32, by how ``tl.dot`` multiplies."""
 DESCRIPTORS_FROM = 1 << 24
 """Pairs of a query and a key, of all heads, from which descriptors repay what they cost the host (some µs)."""

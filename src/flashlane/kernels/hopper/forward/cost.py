@@ -158,7 +158,7 @@ class Launch:
     Args:
         problem: the problem; packed sequences count as if all were as long as the longest, without a last wave.
         config: the configuration.
-        splits: parts of a tile's n-blocks.
+        splits: of a tile's n-blocks.
         blocks: what :func:`blocks_of` gives, where it is known.
     """
 
@@ -177,7 +177,7 @@ class Launch:
         self._reading = reading(problem, config, self.blocks.share)
 
     def predicted(self, heads_per_section: int) -> float:
-        """Microseconds of the launch, and of combining its parts.
+        """Microseconds of the launch, and of combining its splits.
 
         Args:
             heads_per_section: of the L2 head swizzle.

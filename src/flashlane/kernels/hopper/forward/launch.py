@@ -23,10 +23,9 @@ from flashlane.kernels.hopper.block_lists import BlockListParams
 from flashlane.kernels.hopper.forward import tile_scheduler
 from flashlane.kernels.hopper.forward.config import COMBINE_WARPS, HopperConfig, combine_source
 from flashlane.kernels.hopper.forward.select import splits_of
+from flashlane.kernels.params import FLOAT_BYTES
 from flashlane.kernels.score import ScoreConfig, ScoreParams, has_score_tensors, plain_score_inputs, score_pointers
 from flashlane.kernels.seqlen import SeqlenConfig, SeqlenParams, plain_seqlen_inputs, seqlen_pointers_of
-
-FLOAT_BYTES = 4
 
 _STRIDES = ("out_split", "out_batch", "out_row", "out_head", "lse_split", "lse_batch", "lse_head")
 _INTEGERS = ("heads", "group", "window_left", "window_right", "m_blocks", "heads_per_section", "splits", "tiles")

@@ -308,7 +308,7 @@ def config_of_shape(
 
 
 def _combines_in_kernel(config: HopperConfig, problem: AttentionProblem) -> bool:
-    """Whether the launch that makes the parts of a tile combines them, by the rows that exist of a tile."""
+    """Whether the launch that makes the splits of a tile combines them, by the rows that exist of a tile."""
     return tile_scheduler.combines_in_kernel(min(problem.seqlen_q * config.pack_gqa, config.block_m))
 
 
@@ -318,7 +318,7 @@ def _config_of(shape: tiles.TileShape, dtype: str, head_dim: int, head_dim_v: in
 
 
 def variants(config: HopperConfig, problem: AttentionProblem) -> Iterator[HopperConfig]:
-    """A configuration, and the other ways of combining parts and of loading pages."""
+    """A configuration, and the other ways of combining splits and of loading pages."""
     yield config
     if config.split:
         yield replace(config, combine_in_kernel=not config.combine_in_kernel)
@@ -396,7 +396,7 @@ def splits_full_waves(problem: AttentionProblem, config: HopperConfig) -> bool:
 
 
 def splits_of(problem: AttentionProblem, config: HopperConfig) -> int:
-    """Parts that a problem's keys are split into, of whole n-blocks: ``num_splits``, or as many as fill the SMs.
+    """Splits of a problem's keys, of whole n-blocks: ``num_splits``, or as many as fill the SMs.
 
     One tile with all rows of a key/value head reads K and V as fast as memory delivers: the number of splits is then
     that of the least predicted time. In a cache it is predicted as if all sequences filled it (notebook 0060). Of other

@@ -18,11 +18,11 @@ MOST_SPLITS_OF_WAVES = 6
 """Most splits of tiles that fill the SMs: with more, the partial results take longer than the last wave."""
 NEARLY_BEST = 0.85
 MIN_BLOCKS = 2
-"""Fewest n-blocks of a part."""
+"""Fewest n-blocks of a split."""
 WORTH_SPLITTING = 12
-"""N-blocks below which splitting does not save what combining the parts costs."""
+"""N-blocks below which splitting does not save what combining the splits costs."""
 ROWS_COMBINED_IN_KERNEL = 16
-"""Rows of a tile up to which the warpgroup that stores the last part combines the parts: each of its four warps takes
+"""Rows of a tile up to which the warpgroup that stores the last split combines them: each of its four warps takes
 some 1.5 µs a row, two trips to L2, and another launch costs 4 to 5 µs (64 rows took 25 µs longer than that)."""
 
 
@@ -69,7 +69,7 @@ def fills(tiles: int, sms: int = SMS) -> bool:
 
 
 def most_splits(tiles: int, blocks: int, sms: int = SMS) -> int:
-    """The most parts of the keys that are worth a look: no more than twice as many as fill the SMs."""
+    """The most splits of the keys that are worth a look: no more than twice as many as fill the SMs."""
     return min(MAX_SPLITS, blocks // MIN_BLOCKS, max(1, 2 * sms // tiles))
 
 
@@ -98,7 +98,7 @@ def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
     if fills(tiles, sms) or blocks < WORTH_SPLITTING or tiles == 0:
         return 1
     most = most_splits(tiles, blocks, sms)
-    # Parts have whole n-blocks: what counts is how long the longest part takes, over how long equal shares would take.
+    # Splits have whole n-blocks: what counts is the time of the longest split over that of equal shares.
     efficiency = {}
     for splits in range(1, most + 1):
         waves, longest = ceil_div(tiles * splits, sms), ceil_div(blocks, splits)
@@ -108,7 +108,7 @@ def splits_of(tiles: int, blocks: int, sms: int = SMS) -> int:
 
 
 def combines_in_kernel(rows: int) -> bool:
-    """Whether the launch that makes the parts of a tile also combines them.
+    """Whether the launch that makes the splits of a tile also combines them.
 
     Args:
         rows: of a tile, that exist.

@@ -182,7 +182,7 @@ class OneCtaConfig(GradientConfig):
     def mixed_dq(self) -> bool:  # type: ignore[override]
         """Of 64 queries a step, dQ of the columns from 64 on has fewer products than its transpose.
 
-        It pays where the consumers take turns at the tensor cores, and nowhere else (notebook 0024).
+        It pays with ping-pong scheduling of the consumers, and nowhere else (notebook 0024).
         """
         one_product = self.block_m == CHUNK < self.head_dim <= MIXED_HEAD_DIM
         return one_product and self.from_registers and self.ping_pong == "until_issued"

@@ -25,7 +25,7 @@ WITHOUT_PING_PONG = range(113, 121)
 """Head dims whose steps of 80 queries are 1 % faster without ping-pong; with 104 and 112 they are not."""
 WINDOW_STEP = (28, 12)
 """What a step under a window takes besides its queries, in queries, of head dims above 96 and above 120: steps of 64
-queries, whose consumers take no turns, next to steps of 80 (notebook 0040)."""
+queries, without ping-pong scheduling, next to steps of 80 (notebook 0040)."""
 IDLE_WARPS_REACH = 512
 """Queries that see a tile under a window from which on its steps take as long as two idle warps take for 128 rows of
 dQ: with 384 a launch of their own is 1.02 to 1.11 times as fast, with 428 and 488 1.01 to 1.08 at D 96 and 128, with
@@ -123,8 +123,8 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
 def tile_in_order(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     """The tile of additions in order, without score modifiers (notebook 0065).
 
-    Up to head dim 64 and above 96 dQ waits in shared memory for its turn. In between it waits in registers, so that
-    there is room for the keys of two tiles; packed sequences, whose tiles are short, have a first step without dQ.
+    Up to head dim 64 and above 96 dQ waits in shared memory until it may be added. In between it waits in registers, so
+    that there is room for the keys of two tiles; packed sequences, whose tiles are short, have a first step without dQ.
     """
     largest, staged = max(problem.head_dim, problem.head_dim_v), replace(tile, tma_stores=True)
     if largest <= 64:

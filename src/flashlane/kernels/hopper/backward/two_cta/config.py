@@ -10,6 +10,7 @@ from flashlane.kernels.hopper.arch import ARCH, CHUNK, SMS
 from flashlane.kernels.hopper.backward.config import (
     CONSUMERS,
     FRAGMENT_COLUMNS,
+    MAX_HEAD_DIM,
     ONE_CTA_HEAD_DIM,
     GradientConfig,
     row_bytes,
@@ -35,7 +36,6 @@ ORDERED_RECORDS = 8
 """Records of steps where additions to dQ have an order, of Q and dO together."""
 REGISTERS = (24, 240)
 """Registers of a producer thread and of a consumer thread."""
-MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
