@@ -320,12 +320,10 @@ class BackwardKernel(ABC):
         forward: Kernel | None = None,
         config: Any = None,
     ) -> Gradients:
-        """The gradients of a call.
+        """The gradients of a call; all but two arguments are as in :func:`flashlane.reference.tiled.tiled_backward`.
 
-        Args:
-            problem, inputs, out, lse, do, dlse, bias_grad: see :func:`flashlane.reference.tiled.tiled_backward`.
-            forward: the kernel that wrote ``out``.
-            config: the configuration to run, or None for that of :meth:`config`.
+        ``forward`` is the kernel that wrote ``out``, and ``config`` the configuration to run, or None for that of
+        :meth:`config`.
         """
 
     def run_f32(
