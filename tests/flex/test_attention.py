@@ -246,6 +246,9 @@ OF_ANOTHER_KIND = {
     "query has dtype torch.float8_e4m3fn; it may be one of torch.float16,": lambda *qkv: flashlane.flex_attention(
         *(t.detach().float().to(torch.float8_e4m3fn) for t in qkv)
     ),
+    "value has dtype torch.float16 and query has torch.float64; they": lambda q, k, v: flashlane.flex_attention(
+        q, k, v.half()
+    ),
     "query is a nested tensor; ": lambda *qkv: flashlane.flex_attention(*_nested(*qkv)),
     "key has layout torch.sparse_coo; it must be torch.strided": lambda q, k, v: flashlane.flex_attention(
         q, k.detach().to_sparse(), v

@@ -232,12 +232,15 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
 
     Raises:
         ValueError: shapes, devices or lengths do not fit together, or a tensor has no heads, or a head dim of 0.
-        TypeError: a tensor is nested or sparse, or of another dtype, or ``block_mask`` is neither a BlockMask nor None.
+        TypeError: a tensor is nested or sparse, or has a dtype that is not taken or not the query's, or ``block_mask``
+            is neither a BlockMask nor None.
         RuntimeError: ``block_mask`` was sliced and has no mask function since.
     """
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_strided(name, t)
         check_dtype(name, t.dtype)
+        if t.dtype != query.dtype:
+            raise TypeError(f"{name} has dtype {t.dtype} and query has {query.dtype}; they must be equal")
         if t.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be (batch, heads, length, head dim)")
         for axis, what in ((1, "number of heads"), (3, "head dim")):
