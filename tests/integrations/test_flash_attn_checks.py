@@ -106,6 +106,11 @@ def test_a_longest_sequence_may_be_any_number() -> None:
 QV = torch.randn(2, 5, 4, 8)
 
 
+def words_of(value: Any) -> str:
+    """A case's name: its message. Tensors are drawn in each process, whose names must be the same."""
+    return value if isinstance(value, str) else type(value).__name__ if not isinstance(value, type) else value.__name__
+
+
 @pytest.mark.parametrize(
     ("kind", "message", "given"),
     [
@@ -116,7 +121,7 @@ QV = torch.randn(2, 5, 4, 8)
         (TypeError, "qv is a list; it must be a torch.Tensor", {"qv": [1]}),
         (ValueError, "k is on meta and q is on cpu", {"k": torch.randn(2, 6, 4, 8, device="meta")}),
     ],
-    ids=str,
+    ids=words_of,
 )
 def test_queries_against_values_have_one_dtype_and_device(kind: Any, message: str, given: dict[str, Any]) -> None:
     k = torch.randn(2, 6, 4, 8)
@@ -142,7 +147,7 @@ def test_queries_against_values_have_one_dtype_and_device(kind: Any, message: st
         ({"causal": 2.5}, TypeError, "causal is 2.5; it must be True or False"),
         ({"softmax_scale": "x"}, TypeError, "softmax_scale is 'x'; it must be a number"),
     ],
-    ids=str,
+    ids=words_of,
 )
 def test_a_private_backward_takes_what_fits_its_forward(
     given: dict[str, Any], kind: Any, message: str, varlen: bool
@@ -316,7 +321,7 @@ TABLES = torch.randn(12, 4), torch.randn(12, 4)
             {"x": ROWS_Q, "cu_seqlens": ints(1, 5)},
         ),
     ],
-    ids=str,
+    ids=words_of,
 )
 def test_what_is_not_rotated_is_named(kind: Any, message: str, given: dict[str, Any]) -> None:
     with pytest.raises(kind, match="^" + re.escape(message)):
