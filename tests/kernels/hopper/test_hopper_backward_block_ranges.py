@@ -45,6 +45,7 @@ u32 warp_ballot(const Predicate& predicate) {{
 }}
 inline constexpr int ceil_div(int a, int b) {{ return (a + b - 1) / b; }}
 inline constexpr int constant_min(int a, int b) {{ return a < b ? a : b; }}
+inline int load_relaxed(const int* from) {{ return *from; }}
 {shared}
 struct Params {{
     SeqlenParams seqlen;
