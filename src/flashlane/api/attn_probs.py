@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from flashlane.core.arch import compute_dtype
+from flashlane.core.arch import compute_dtype, no_autocast
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.validate import holds_nothing
-from flashlane.ops import torch_rules
 from flashlane.reference.masks import SequenceBatch, sequence_batches, tiles
 from flashlane.reference.score import scores_of
 
@@ -54,7 +53,7 @@ def signed_probabilities(problem: AttentionProblem, inputs: Inputs) -> torch.Ten
     if problem.varlen and holds_nothing(inputs.cu_seqlens_q):
         return result  # without the lengths there is nothing but its shape
     block = block_of_keys(problem.head_dim, problem.dropout_p > 0, problem.causal, problem.arch)
-    with torch_rules.no_autocast(inputs.q):
+    with no_autocast(inputs.q.device):
         for sequences in sequence_batches(problem, inputs):
             band = sequences.band
             where = slice(None) if sequences.sequence is None else slice(sequences.sequence, sequences.sequence + 1)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flashlane.api.rotary import rotate
 from flashlane.core import dispatch, registry
+from flashlane.core.arch import no_autocast
 from flashlane.core.problem import Inputs, tensors_of
 from flashlane.core.validate import (
     axes_of,
@@ -215,7 +216,7 @@ def attend_cache(
     inputs = replace(
         inputs, k=k_cache, v=v_cache, seqused_k=seqused, leftpad_k=leftpad, batch_idx=batch_idx, block_table=table
     )
-    with torch.no_grad(), torch_rules.no_autocast(q):
+    with torch.no_grad(), no_autocast(q.device):
         rotary_interleaved = check_flag("rotary_interleaved", rotary_interleaved)
         new = _check_new(inputs, k, v, rotary_cos, rotary_sin, capacity)
         if not new:

@@ -32,10 +32,10 @@ def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
         if reason is not None:
             raise NotImplementedError(f"kernel {kernel!r} cannot run {problem.describe()}: {reason}")
         return named
-    best = tuned.best_tag(problem)
-    if best is not None:
+    fastest = tuned.best_tag(problem)
+    if fastest is not None:
         for known in registry.kernels(listed_only=True):
-            if known.tag == best and known.supports(problem) is None:
+            if known.tag == fastest and known.supports(problem) is None:
                 return known
     best = registry.preferred(
         problem, lambda k: k.listed and k.supports(problem) is None, lambda k: k.preference(problem)

@@ -173,6 +173,16 @@ def check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], bo
         raise ValueError(f"{name} has strides {t.stride()}; it must be contiguous")
 
 
+def check_cu_seqlens(name: str, cu: Any, q: torch.Tensor) -> int:
+    """Check that ``cu_seqlens`` is a tensor that kernels read, but not what it holds.
+
+    Returns:
+        The number of sequences.
+    """
+    check_indices(name, cu, "(batch + 1,) with batch >= 1", lambda found: len(found) == 1 and found[0] >= 2, q)
+    return cu.numel() - 1
+
+
 def check_longest(name: str, longest: Any) -> None:
     """Check the length of the longest sequence, of which :func:`whole_number` was taken; a symbol may be any.
 
@@ -206,18 +216,17 @@ def check_varlen(inputs: Inputs, contents: bool = True) -> tuple[int, int, int]:
         longest: int | None = getattr(inputs, f"max_seqlen_{side}")
         if cu is None:
             raise ValueError(f"cu_seqlens_{side} is None; give both cu_seqlens_q and cu_seqlens_k, or neither")
-        name, shape = f"cu_seqlens_{side}", "(batch + 1,) with batch >= 1"
-        check_indices(name, cu, shape, lambda found: len(found) == 1 and found[0] >= 2, inputs.q)
+        batch = check_cu_seqlens(f"cu_seqlens_{side}", cu, inputs.q)
         check_longest(f"max_seqlen_{side}", longest)
         if contents and cu.is_cpu and not holds_nothing(cu):
-            _check_cu_seqlens(inputs, side)
-        sizes.append((cu.numel() - 1, longest))
+            _check_starts_of(inputs, side)
+        sizes.append((batch, longest))
     if sizes[0][0] != sizes[1][0]:
         raise ValueError(f"cu_seqlens_q describes {sizes[0][0]} sequences and cu_seqlens_k {sizes[1][0]}")
     return sizes[0][0], sizes[0][1], sizes[1][1]
 
 
-def _check_cu_seqlens(inputs: Inputs, side: str) -> None:
+def _check_starts_of(inputs: Inputs, side: str) -> None:
     cu, longest, total = (getattr(inputs, name) for name in (f"cu_seqlens_{side}", f"max_seqlen_{side}", side))
     total = total.shape[0]
     if side == "k" and inputs.block_table is not None:
@@ -294,7 +303,7 @@ def check_contents(inputs: Inputs) -> None:
     varlen, indices = inputs.cu_seqlens_q is not None, _indices_of(inputs)
     if varlen:
         for side in ("q", "k"):
-            _check_cu_seqlens(inputs, side)
+            _check_starts_of(inputs, side)
     if indices or inputs.block_table is not None:
         capacity = inputs.k.shape[1] * (1 if inputs.block_table is None else inputs.block_table.shape[1])
         _check_cache_contents(inputs, indices, capacity, varlen)

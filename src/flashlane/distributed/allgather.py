@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashlane.core.arch import compute_dtype
+from flashlane.core.arch import compute_dtype, no_autocast
 from flashlane.core.ranges import RangedRepeat
 from flashlane.distributed.attend import (
     Partial,
@@ -40,7 +40,6 @@ from flashlane.distributed.once import differentiated_once
 from flashlane.distributed.peer_memory import Exchange
 from flashlane.distributed.polled import MORE_STREAMS, ChunkGathering, polled_launch, run_polled
 from flashlane.distributed.streams import COMPUTE_STREAMS, COPY_STREAM, CallStreams
-from flashlane.ops import torch_rules
 
 
 class _HeadGroup(NamedTuple):
@@ -272,7 +271,7 @@ def _launch_all(
     lses = [q.new_empty((batch, heads, count), dtype=compute_dtype(q.dtype)) for count in counts]
     ranged = any(isinstance(each, RangedLaunch) for each in launches[0])
     order = [(group, 0) for group in range(len(groups))] if ranged else calls.order(len(groups))
-    with torch_rules.no_autocast(q):
+    with no_autocast(q.device):
         for at, (group, number) in enumerate(order):
             stream, each = at % COMPUTE_STREAMS, groups[group]
             _, kv = each.read_by(calls, number, streams, stream)
@@ -298,7 +297,7 @@ def _launch_backward(
     """Write a group's part of dq, and return the gradients of its keys and values."""
     q, out, do, dq = (_heads_of(t, group.heads) for t in tensors)
     partials = []
-    with torch_rules.no_autocast(q):
+    with no_autocast(q.device):
         ranged = ranged_backward_of(task.memo, launches, calls, q, group.gathering.gathered)
         if ranged is not None:
             streams.wait(0, group.arrived)
@@ -342,7 +341,7 @@ def _run_parts(
     back_and_forth = (*computing, *reversed(computing))  # so that the streams of documents have nearly equal work
     on = [back_and_forth[number % len(back_and_forth)] if several else 0 for number in range(len(parts))]
     running: list[Any] = []
-    with torch_rules.no_autocast(q):
+    with no_autocast(q.device):
         for number, each in enumerate(parts):
             with streams.on(on[number]):
                 begun = each.prepared.begin(q, out, lse, do, dq, each.rows.start)

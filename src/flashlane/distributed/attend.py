@@ -14,14 +14,13 @@ from typing import NamedTuple
 import torch
 
 from flashlane.core import dispatch
-from flashlane.core.arch import compute_dtype
+from flashlane.core.arch import compute_dtype, no_autocast
 from flashlane.core.problem import VECTOR_BYTES, AttentionProblem, CallOptions, Gradients, Inputs
 from flashlane.core.registry import Kernel
 from flashlane.distributed.calls import Call, Calls, Packed, add_rows, take_rows
 from flashlane.distributed.layout import PLANS
 from flashlane.distributed.modifiers import Flow, Modifiers
 from flashlane.jit import launch
-from flashlane.ops import torch_rules
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ def _run_forward(part: Prepared, results: Results) -> None:
 
 
 def _enqueue_forward(part: Prepared, out: torch.Tensor, lse: torch.Tensor) -> None:
-    with torch_rules.no_autocast(part.inputs.q):
+    with no_autocast(part.inputs.q.device):
         if part.varlen:
             out, lse = out[0], lse[0]
         part.kernel.forward(part.problem, part.inputs, out, lse)
@@ -228,7 +227,7 @@ def _forward_f32(part: Prepared, out: torch.Tensor, lse: torch.Tensor) -> torch.
     ):
         return None
     written = (out[0], lse[0]) if part.varlen else (out, lse)
-    with torch_rules.no_autocast(inputs.q):
+    with no_autocast(inputs.q.device):
         return out if part.kernel.forward_f32(part.problem, inputs, *written) else None
 
 
@@ -350,6 +349,6 @@ def _run_backward(part: Prepared, flow: Flow, modifiers: Modifiers, call: Call, 
         parts, rows = [t[0] for t in parts], [None if t is None else t[0] for t in rows]
     chosen = dispatch.select_backward(part.problem, part.kernel)
     given = part.problem, part.inputs, parts[0], rows[0], parts[1], rows[1]
-    with torch_rules.no_autocast(part.inputs.q):
+    with no_autocast(part.inputs.q.device):
         found = chosen.run_f32(*given, f32_dq=f32_dq, forward=part.kernel) if F32_GRADIENTS else None
         return chosen.run(*given, bias_grad=False, forward=part.kernel) if found is None else found

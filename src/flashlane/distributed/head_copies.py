@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flashlane.core.arch import compute_dtype
+from flashlane.core.arch import compute_dtype, no_autocast
 from flashlane.core.problem import VECTOR_BYTES, Inputs
 from flashlane.distributed.attend import Settings
 from flashlane.distributed.blocks import Block
@@ -31,7 +31,6 @@ from flashlane.distributed.plan import Division, gather_calls
 from flashlane.distributed.streams import COMPUTE_STREAMS, COPY_STREAM, CallStreams
 from flashlane.distributed.transport import Place, Transport, why_not_copies
 from flashlane.distributed.ulysses import Heads
-from flashlane.ops import torch_rules
 
 PARTS_OF_HEADS = 3
 """The KV heads of a rank come in up to so many groups: the first one is smaller, as nothing is computed before it has
@@ -252,7 +251,7 @@ class HeadCopies(torch.autograd.Function):
         out = q.new_empty((*q.shape[:3], v.shape[-1]))
         outs, lses = [], []
         groups = _bring(task, (q, k, v), exchanges[0], streams, False)
-        with torch_rules.no_autocast(q):
+        with no_autocast(q.device):
             for group in task.groups:
                 with streams.on(0):
                     heads = len(task.heads_of(task.ranks.rank, group, True))
@@ -286,7 +285,7 @@ class HeadCopies(torch.autograd.Function):
         results = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         groups = _bring(task, (q, k, v, do), exchanges[0], streams, True)
         gradients, done = [], []
-        with torch_rules.no_autocast(q):
+        with no_autocast(q.device):
             for group, stream in _arriving(groups, exchanges[0], streams):
                 with streams.on(stream):
                     queries, keys, values, of_out = groups[group].blocks

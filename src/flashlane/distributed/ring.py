@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flashlane.core.arch import compute_dtype
+from flashlane.core.arch import compute_dtype, no_autocast
 from flashlane.distributed import comm
 from flashlane.distributed.attend import (
     Partial,
@@ -32,7 +32,6 @@ from flashlane.distributed.once import differentiated_once
 from flashlane.distributed.plan import ring_calls, ring_hops
 from flashlane.distributed.ring_parts import RingParts, ring_parts
 from flashlane.distributed.streams import COMPUTE_STREAMS, CallStreams
-from flashlane.ops import torch_rules
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -192,14 +191,14 @@ class _Launches:
         parts = ring_parts(task.memo, task.division, ring.ranks.rank, ring.steps, tensors, task.settings)
         if parts is None:
             return None
-        with torch_rules.no_autocast(q):
+        with no_autocast(q.device):
             return cls(ring, parts, (q, flow.out, flow.lse.contiguous(), flow.do, dq))
 
     def at(self, step: int, shard: Pair) -> list[Partial]:
         """Enqueue the launches of a step; the gradients of the shard's keys that some query sees."""
         gradients = self.ring.empty(self.ring.shard_at(step), compute_dtype(shard[0].dtype))
         found = []
-        with torch_rules.no_autocast(shard[0]):
+        with no_autocast(shard[0].device):
             for number, rows in self.steps[step]:
                 self.running.part(number, shard, rows.start, gradients, rows.start)
                 found.append(Partial(rows, *(t[:, rows] for t in gradients)))
@@ -207,7 +206,7 @@ class _Launches:
 
     def end(self) -> None:
         """Enqueue the postprocess kernel, which writes dQ."""
-        with torch_rules.no_autocast(self.dq):
+        with no_autocast(self.dq.device):
             self.running.end()
 
 

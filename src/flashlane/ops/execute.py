@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from flashlane.core import dispatch
+from flashlane.core.arch import no_autocast
 from flashlane.core.problem import AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import CompiledKernel, Kernel
 from flashlane.jit import alongside, compile_together
-from flashlane.ops import call_cache, schema, torch_rules
+from flashlane.ops import call_cache, schema
 from flashlane.ops.call_cache import Results
 
 
@@ -50,7 +51,7 @@ def forward(kernel: Kernel, problem: AttentionProblem, inputs: Inputs) -> Result
     """Output and LSE of a kernel."""
     out, lse = call_cache.allocate(inputs.q, inputs.v)
     if torch._C._is_any_autocast_enabled():
-        with torch_rules.no_autocast(inputs.q):
+        with no_autocast(inputs.q.device):
             kernel.forward(problem, inputs, out, lse)
     else:
         kernel.forward(problem, inputs, out, lse)
@@ -84,5 +85,5 @@ def backward(
 ) -> Gradients:
     """The gradients, by the backward that follows a forward kernel."""
     chosen = dispatch.select_backward(problem, kernel)
-    with torch_rules.no_autocast(inputs.q):
+    with no_autocast(inputs.q.device):
         return chosen.run(problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, forward=kernel)

@@ -38,11 +38,6 @@ def autocast(inputs: Inputs) -> Inputs:
     return replace(inputs, q=q, k=k, v=v)
 
 
-def no_autocast(like: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast off on a tensor's device: a kernel chooses the types that it computes in."""
-    return arch.no_autocast(like.device)
-
-
 def _autocast_kernel(device: str) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
         tensors = [arch.autocast(t) for t in args[:3]]

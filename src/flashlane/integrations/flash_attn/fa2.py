@@ -26,8 +26,8 @@ from flashlane.api.functional import (
 from flashlane.api.kvcache import capacity_of
 from flashlane.core.arch import arch_of, compute_dtype
 from flashlane.core.problem import CallOptions, Inputs
-from flashlane.core.validate import check_strided, whole_number
-from flashlane.integrations.flash_attn.lengths import check_cu_seqlens, check_used
+from flashlane.core.validate import check_cu_seqlens, check_strided, contiguous, whole_number
+from flashlane.integrations.flash_attn.lengths import check_used
 from flashlane.ops import call as ops
 from flashlane.ops import call_cache, schema
 
@@ -112,7 +112,7 @@ def _flash_attn_varlen_forward(
         if block_table is None:
             raise NotImplementedError("seqused_k is given without block_table; cu_seqlens_k says the lengths")
         rows = by_callers_names({"k_cache": "k", "v_cache": "v"}, capacity_of, k, v, block_table)
-        batch = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, k)
+        batch = check_cu_seqlens("cu_seqlens_q", contiguous(cu_seqlens_q), k)
         check_used("seqused_k", seqused_k, batch, k, rows, "the rows of block_table")
         cu_seqlens_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
     options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap)

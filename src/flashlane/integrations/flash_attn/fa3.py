@@ -16,7 +16,15 @@ from flashlane.api import functional
 from flashlane.api.combine import combine
 from flashlane.api.functional import by_callers_names
 from flashlane.api.kvcache import capacity_of, check_length
-from flashlane.core.validate import check_flag, check_splits, check_strided, kind_of, whole_number
+from flashlane.core.validate import (
+    check_cu_seqlens,
+    check_flag,
+    check_splits,
+    check_strided,
+    contiguous,
+    kind_of,
+    whole_number,
+)
 from flashlane.integrations.flash_attn import lengths
 from flashlane.integrations.flash_attn.packed import parts_of
 from flashlane.integrations.flash_attn.qv import joined
@@ -257,7 +265,7 @@ def flash_attn_with_kvcache(
             raise NotImplementedError(f"{name} is given with cu_seqlens_q; flashlane takes it with q of four axes only")
     return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
     check_strided("q", q)
-    batch = lengths.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+    batch = check_cu_seqlens("cu_seqlens_q", contiguous(cu_seqlens_q), q)
     rows = by_callers_names(_OF_CACHE, capacity_of, k_cache, v_cache, page_table)
     if page_table is None:  # the rows of a sequence are one page
         if batch > k_cache.shape[0]:

@@ -18,11 +18,13 @@ from flashlane.api.kvcache import capacity_of
 from flashlane.core.problem import MODIFIERS, CallOptions, Inputs
 from flashlane.core.validate import (
     FARTHEST,
+    check_cu_seqlens,
     check_equal_lengths,
     check_longest,
     check_splits,
     check_starts,
     check_strided,
+    contiguous,
     kind_of,
     whole_number,
 )
@@ -95,24 +97,6 @@ def check_used(name: str, used: Any, batch: int, q: torch.Tensor, most: int | to
         raise ValueError(f"{name} is {used.tolist()}; it may be 0 to {largest}, {why}")
 
 
-def check_cu_seqlens(name: str, cu: Any, t: torch.Tensor) -> int:
-    """Check the kind of ``cu_seqlens`` of a tensor, but not what it holds; returns the number of sequences.
-
-    Raises:
-        TypeError, ValueError: it is no int32 tensor ``(b + 1,)`` on the tensor's device; the message has its name.
-    """
-    if not isinstance(cu, torch.Tensor):
-        raise TypeError(f"{name} is {kind_of(cu)}; it must be an int32 torch.Tensor of shape (batch + 1,)")
-    check_strided(name, cu)
-    if cu.dtype != torch.int32:
-        raise TypeError(f"{name} has dtype {cu.dtype}; it must be torch.int32")
-    if cu.dim() != 1 or len(cu) < 2:
-        raise ValueError(f"{name} has shape {tuple(cu.shape)}; it must be (batch + 1,) with batch >= 1")
-    if cu.device != t.device:
-        raise ValueError(f"{name} is on {cu.device} and q is on {t.device}; they must agree")
-    return len(cu) - 1
-
-
 def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor | None, longest: Any) -> Side:
     """The sequences of a tensor.
 
@@ -133,7 +117,7 @@ def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor
     if cu is not None and used is None:
         if longest is None:
             raise ValueError(f"max_seqlen_{name} is None and cu_seqlens_{name} is given; it must be a whole number")
-        check_cu_seqlens(f"cu_seqlens_{name}", cu, t)
+        check_cu_seqlens(f"cu_seqlens_{name}", contiguous(cu), t)
         return Side(cu, whole_number(longest))
     if used is not None:
         _check_rows_in_use(name, t, cu, used, longest)
@@ -164,7 +148,7 @@ def _check_rows_in_use(name: str, t: torch.Tensor, cu: torch.Tensor | None, used
     if cu is None:
         check_used(argument, used, t.shape[0], t, t.shape[1], f"the rows of {name}")
         return
-    check_cu_seqlens(f"cu_seqlens_{name}", cu, t)
+    check_cu_seqlens(f"cu_seqlens_{name}", contiguous(cu), t)
     check_used(argument, used, len(cu) - 1, t, _longest(f"max_seqlen_{name}", longest), f"max_seqlen_{name}")
     if readable(cu):
         check_starts(f"cu_seqlens_{name}", cu, len(t), name)
@@ -208,7 +192,7 @@ def attend(
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if seqused_k is not None and cu_seqlens_k is None:
         rows_of_k = by_callers_names(_NAMES, capacity_of, k, v, page_table)
-        batch = q.shape[0] if cu_seqlens_q is None else check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+        batch = q.shape[0] if cu_seqlens_q is None else check_cu_seqlens("cu_seqlens_q", contiguous(cu_seqlens_q), q)
         check_used("seqused_k", seqused_k, batch, q, rows_of_k, "the rows of k")
     if cu_seqlens_q is seqused_q is cu_seqlens_k is None and (page_table is not None or not differentiable):
         options.pop("deterministic", None)
