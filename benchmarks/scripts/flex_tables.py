@@ -36,7 +36,8 @@ def speed(result: Result) -> str:
     rows = []
     for row in result["rows"]:
         missed = [name for name, fine in (row.get("met") or {}).items() if not fine]
-        figures = (number((row.get("tflops") or {}).get(name), 0) for name in names)
+        protocols = (row.get("tflops") or {}, *(row.get("protocols") or {}).values())
+        figures = (" / ".join(number(p[name], 0) for p in protocols if name in p) or "–" for name in names)
         rows.append((row["cell"], row["direction"], *figures, ", ".join(missed) or "met"))
     return table(("cell", "direction", *(f"{name}:" for name in names), "missed"), rows)
 

@@ -2,9 +2,10 @@
 
     PYTHONPATH=src python3 benchmarks/scripts/mma_targets.py --out FOLDER [--tags split-q+acc-f32] [--only d64,causal]
 
-Only kernels that accumulate and store in f32. Each is checked, then timed interleaved with the peer; the ratio is the
-peer's median over that of the fastest tag. Writes mma_targets.json, again after each problem. Exit status 1 when a
-check fails; a missed target is a result, not a failure.
+Only kernels that accumulate and store in f32. Each is checked, then timed interleaved with the peer under both
+protocols; the ratio is the peer's median over that of the fastest tag, and a target is met under both. Writes
+mma_targets.json, again after each problem. Exit status 1 when a check fails; a missed target is a result, not a
+failure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from gpu_run import compile_ahead, device_or_exit, options, run_and_keep, settings_for
+from gpu_run import BOTH, compile_ahead, device_or_exit, options, run_and_keep, settings_for
 
 from flashlane import bench
 from flashlane.bench.measure.progress import Bar
@@ -24,7 +25,8 @@ from flashlane.bench.measure.results import Results, check_writable, write_atomi
 from flashlane.core import registry
 from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 
-FORMAT = "flashlane-mma-targets/3"
+FORMAT = "flashlane-mma-targets/4"
+STEADY = BOTH[1]
 TOKENS, WIDTH = 16384, 2048
 """B·N and H·D of the problems at D 64 and 128."""
 DESIGNS = ({"split-q"}, {"split-q", "share-kv"})
@@ -57,9 +59,15 @@ class Measured:
     mma_ceiling: float | None = None
     """Share of what mma.sync gives from registers alone, measured in the same run."""
     ratio: float | None = None
+    """With the L2 cache flushed before each call, as all figures above."""
+    steady_ratio: float | None = None
+    """Of calls back to back, by the tag that is the fastest then."""
     met: bool = False
+    """Under both protocols."""
     tags: dict[str, float] = field(default_factory=dict)
     """Milliseconds of every tag that ran."""
+    steady: dict[str, float] = field(default_factory=dict)
+    """Milliseconds of the peer and every tag, of calls back to back."""
     failed: dict[str, str] = field(default_factory=dict)
     """Why a tag or the peer has no time."""
 
@@ -103,7 +111,10 @@ def judged(target: Target, results: Results) -> Measured:
     for row in results.rows:
         if row.timing is None:
             measured.failed[row.tag] = f"{row.status}: {row.message}"
-        elif row.kind == "peer":
+            continue
+        if STEADY in row.timings:
+            measured.steady[row.tag] = row.timings[STEADY].median
+        if row.kind == "peer":
             measured.peer_ms = row.timing.median
         else:
             measured.tags[row.tag] = row.timing.median
@@ -113,21 +124,27 @@ def judged(target: Target, results: Results) -> Measured:
     measured.failed |= {item.tag: item.reason for item in results.skipped}
     if measured.ms and measured.peer_ms:
         measured.ratio = measured.peer_ms / measured.ms
-        measured.met = measured.ratio >= target.required
+        if target.peer in measured.steady:
+            ours = min(ms for tag, ms in measured.steady.items() if tag != target.peer)
+            measured.steady_ratio = measured.steady[target.peer] / ours
+        measured.met = min(measured.ratio, measured.steady_ratio or measured.ratio) >= target.required
     return measured
 
 
 def table(rows: Sequence[Measured]) -> Iterator[str]:
     """One line a target, then how many were met."""
-    yield f"{'target':<26}{'ratio':>7} {'required':>8}       {'ms':>9} {'±%':>5} {'TFLOP/s':>7}  fastest tag, against"
+    figures = f"{'ms':>9} {'±%':>5} {'TFLOP/s':>7}"
+    yield f"{'target':<26}{'ratio':>7} {STEADY:>7} {'required':>8}       {figures}  fastest tag, against"
     for item in rows:
         if item.ratio is None:
             reasons = "; ".join(dict.fromkeys(item.failed.values())) or "no tag"
-            yield f"{item.name:<26}      – {item.required:5.2f} not run: {reasons}"[:160]
+            yield f"{item.name:<26}      –       – {item.required:8.2f} not run: {reasons}"[:160]
             continue
         verdict = "pass" if item.met else "MISS"
         speed = f"{item.ms:9.4f} {50 * item.spread:5.1f} {item.tflops:7.1f}"
-        yield f"{item.name:<26}{item.ratio:7.3f} {item.required:5.2f} {verdict} {speed}  {item.tag}, {item.peer}"
+        steady = f"{item.steady_ratio:7.3f}" if item.steady_ratio else f"{'–':>7}"
+        ratio = f"{item.ratio:7.3f} {steady} {item.required:8.2f}"
+        yield f"{item.name:<26}{ratio} {verdict} {speed}  {item.tag}, {item.peer}"
     ratios = [item.ratio for item in rows if item.ratio is not None]
     line = f"{sum(item.met for item in rows)} of {len(rows)} targets met"
     yield line + (

@@ -283,29 +283,35 @@ def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
 def targets(result: Result) -> str:
     """A line a target: the ratio to the peer, and whether the target was met."""
     shares = any(target.get("mma_ceiling") for target in result["targets"])
-    head = ("problem", "against", "ratio:", "target:", "", "ms:", "TFLOP/s:", *((CEILING,) if shares else ()), "tag")
+    ratios = ("ratio, flushed:", "steady:")
+    head = ("problem", "against", *ratios, "target:", "", "ms:", "TFLOP/s:", *((CEILING,) if shares else ()), "tag")
     rows = []
     for target in result["targets"]:
         verdict = "" if target["ratio"] is None else "met" if target["met"] else "**missed**"
         tag = f"`{target['tag']}`" if target["tag"] else "not run"
         figures = (significant(target["ms"]), number(target["tflops"], 1), *((share(target),) if shares else ()))
-        rows.append(
-            (target["problem"], target["peer"], number(target["ratio"], 3), target["required"], verdict, *figures, tag)
-        )
+        ratios = (number(target.get(key), 3) for key in ("ratio", "steady_ratio"))
+        rows.append((target["problem"], target["peer"], *ratios, target["required"], verdict, *figures, tag))
     met = sum(target["met"] for target in result["targets"])
     return table(head, rows) + f"\n{met} of {len(rows)} targets met.\n"
 
 
 def triton_targets(result: Result) -> str:
-    """A line a target: our time, and how many times as fast as each peer it is."""
+    """A line a target: our time, and how many times as fast as each peer it is, flushed and steady."""
     peers = list(dict.fromkeys(peer for target in result["targets"] for peer in target.get("ratios") or {}))
     head = ("target", "ms:", "TFLOP/s:", *(f"× {PEERS.get(peer.strip('()'), peer)}:" for peer in peers), "target")
     rows = []
     for target in result["targets"]:
-        ratios = (number((target.get("ratios") or {}).get(peer), 3) for peer in peers)
+        ratios = (both(target, peer) for peer in peers)
         verdict = "met" if target["met"] else "**missed**" if target.get("ratios") else "not run"
         rows.append((target["name"], significant(target["ms"]), number(target["tflops"], 1), *ratios, verdict))
     return table(head, rows) + f"\n{sum(target['met'] for target in result['targets'])} of {len(rows)} targets met.\n"
+
+
+def both(target: Mapping[str, Any], peer: str) -> str:
+    """A target's ratio to a peer, flushed and, where it was timed, steady."""
+    found = ((target.get(key) or {}).get(peer) for key in ("ratios", "steady_ratios"))
+    return " / ".join(number(ratio, 3) for ratio in found if ratio is not None) or number(None, 3)
 
 
 def suite(result: Result) -> str:

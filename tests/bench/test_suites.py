@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from typer.testing import CliRunner
 
-from flashlane.bench.measure.timing import Settings
+from flashlane.bench.measure.timing import HostClock, Settings
 from flashlane.bench.suites import attention as suite_attention
 from flashlane.bench.suites import model as suite_model
 from flashlane.bench.suites import suite as suites
@@ -40,6 +41,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def attention_suite(name: str = "flash", **changes: Any) -> AttentionSuite:
     asked = {"seqlens": [32, 48], "head_dims": [16], "dtypes": ["f32"], "timing": SHORT}
     return AttentionSuite(name, CPU, **{**asked, **changes})
+
+
+class Doubled(HostClock):
+    """A clock on which everything takes twice as long."""
+
+    def time(self, call: Any, iterations: int) -> list[float]:
+        return [2 * ms for ms in super().time(call, iterations)]
 
 
 def out_of_memory(*_: Any) -> torch.Tensor:
@@ -72,6 +80,23 @@ def test_flash_has_the_courses_columns_and_consistent_speedups() -> None:
         for direction in ("forward", "backward", "both"):
             theirs, ours = row[f"torch_{direction}"], row[f"ours_{direction}"]
             assert theirs > 0 and ours > 0 and row[f"speedup_torch_{direction}"] == pytest.approx(theirs / ours)
+
+
+def test_speedups_of_further_protocols_have_columns_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row has each protocol's milliseconds; the table shows those of the first, and hides further speed-ups first."""
+    both = replace(SHORT, protocols=("flushed", "steady"))
+    monkeypatch.setattr(suite_attention, "clocks_for", lambda *_: {"flushed": HostClock(), "steady": Doubled()})
+    suite = attention_suite(timing=both)
+    (row,) = suite.measure(Case(32, 16, "f32"), lambda _: None, [])
+    for timed in ("forward", "backward", "both", "forward_steady", "backward_steady", "both_steady"):
+        assert row[f"speedup_torch_{timed}"] == row[f"torch_{timed}"] / row[f"ours_{timed}"]
+    assert row["ours_both_steady"] != row["ours_both"]
+    further = {column.key: column for column in suite.columns if column.key.endswith("_steady")}
+    assert set(further) == {f"speedup_torch_{direction}_steady" for direction in ("forward", "backward", "both")}
+    least = min(column.drop for column in further.values())
+    assert least > max(column.drop for column in suite.columns if column.key not in further)
+    assert any("_steady: of calls back to back" in note for note in suite.notes)
+    assert not any(column.key.endswith("_steady") for column in attention_suite().columns)
 
 
 def test_attention_counts_what_lives_before_the_backward_pass() -> None:

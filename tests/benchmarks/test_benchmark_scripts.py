@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,13 +323,20 @@ def test_targets_conflicts_and_ceilings_become_tables(script, tmp_path):
         "tag": "mma(x)",
         "ms": 2.0,
     }
-    targets = [target | {"tflops": 300.0}, target | {"ratio": None, "tag": None, "ms": None, "tflops": None}]
+    targets = [
+        target | {"tflops": 300.0, "steady_ratio": 1.2},
+        target | {"ratio": None, "tag": None, "ms": None, "tflops": None},
+    ]
     text = tables.bench_tables(write(tmp_path, "b", {"format": "flashlane-mma-targets/3", "targets": targets}))
     assert lines_of(text) == [
-        ["P", "(flash)", "1.088", "1.1", "**missed**", "2", "300.0", "`mma(x)`"],
-        ["P", "(flash)", "–", "1.1", "", "–", "–", "not run"],
+        ["P", "(flash)", "1.088", "1.200", "1.1", "**missed**", "2", "300.0", "`mma(x)`"],
+        ["P", "(flash)", "–", "–", "1.1", "", "–", "–", "not run"],
     ]
     assert "0 of 2 targets met" in text
+    target = {"name": "d64", "ms": 2.0, "tflops": 300.0, "met": True, "ratios": {"(flex)": 1.5, "(flash)": 1.25}}
+    target["steady_ratios"] = {"(flex)": 1.4}
+    text = tables.bench_tables(write(tmp_path, "e", {"format": "flashlane-triton-targets/4", "targets": [target]}))
+    assert lines_of(text) == [["d64", "2", "300.0", "1.500 / 1.400", "1.250", "met"]]
 
     ncu = script("ncu_conflicts")
     metrics = {ncu.CONFLICTS: 700.0, ncu.LDSM: 100.0, ncu.CYCLES: 5e6, ncu.TENSOR_ACTIVE: 41.25}
@@ -458,6 +466,12 @@ def test_a_target_is_met_by_the_fastest_tag_against_the_peer(script):
         True,
         {"mma(a)": 2.0, "mma(b)": 1.0},
     )
+    both = [replace(row, timings={"flushed": row.timing, "steady": row.timing}) for row in results.rows]
+    slow = replace(both[1].timing, median=1.05)
+    both[1] = replace(both[1], timings={"flushed": both[1].timing, "steady": slow})
+    steady = targets.judged(target, Results({}, {}, both))
+    assert (steady.ratio, round(steady.steady_ratio, 3), steady.met) == (1.1, 1.048, False), "a target is for both"
+    assert verdict.steady_ratio is None
     results.rows[1] = timed("mma(b)", None, "FAIL")
     missed = targets.judged(target, results)
     assert (missed.tag, missed.met, missed.failed) == ("mma(a)", False, {"mma(b)": "FAIL: why"})
@@ -467,7 +481,10 @@ def test_a_target_is_met_by_the_fastest_tag_against_the_peer(script):
     assert unknown.ratio is None and not unknown.met and unknown.failed["(flash)"] == "not here"
     text = "\n".join(targets.table([verdict, missed, unknown]))
     assert (
-        "1.100  1.10 pass" in text and "0.550  1.10 MISS" in text and "not run" in text and "1 of 3 targets met" in text
+        "1.100       –     1.10 pass" in text
+        and "0.550       –     1.10 MISS" in text
+        and "not run" in text
+        and "1 of 3 targets met" in text
     )
 
 

@@ -359,6 +359,12 @@ def test_targets(monkeypatch: pytest.MonkeyPatch) -> None:
         target, Results({}, {}, [row("triton", 2.0), row("(flex)", 3.0), row("(flash)", 1.0)])
     )
     assert found.ratios == {"(flex)": 1.5, "(flash)": 0.5} and found.met
+    rows = [
+        replace(row(tag, flushed), timings={"steady": row(tag, steady).timing})
+        for tag, flushed, steady in (("triton", 2.0, 3.0), ("(flex)", 3.0, 2.0))
+    ]
+    found = triton_targets.judged(target, Results({}, {}, rows))
+    assert found.ratios == {"(flex)": 1.5} and found.steady_ratios == {"(flex)": 2 / 3} and not found.met
     assert not triton_targets.judged(target, Results({}, {}, [row("triton", 2.0), row("(flex)", 1.9)])).met
     assert not triton_targets.judged(target, Results({}, {}, [row("(flex)", 1.9)])).met
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from flashlane import flash_attn_func
-from flashlane.bench.measure.timing import Clock, Settings, Timing, clock_for, measure
+from flashlane.bench.measure.timing import Clock, Settings, Timing, clocks_for, measure_by
 from flashlane.bench.suites.suite import (
     ERROR,
     FAIL,
@@ -45,7 +45,12 @@ SCORE_COPIES = {"forward": 3, "backward": 5, "both": 5}
 """Score matrices that plain attention holds at once, by which cases that exceed a CPU's memory are refused."""
 TOLERANCE = {"f16": 1e-2, "bf16": 2e-2, "f32": 2e-3, "f64": 1e-6}
 """The largest relative L2 error of an output or gradient against torch's own attention in f32 (f64 for f64)."""
-GPU_SETTINGS = Settings(rounds=5, round_ms=5.0, warmup_ms=20.0, warmup=2, max_iterations=100, budget_ms=2000.0)
+GPU_SETTINGS = Settings(
+    rounds=5, round_ms=5.0, warmup_ms=20.0, warmup=2, max_iterations=100, budget_ms=2000.0,
+    protocols=("flushed", "steady"),
+)  # fmt: skip
+FURTHER = 12
+"""A narrow terminal hides the speed-ups of further protocols before any other column."""
 CPU_SETTINGS = Settings(rounds=3, round_ms=2.0, warmup_ms=4.0, warmup=1, max_iterations=50, budget_ms=600.0)
 
 
@@ -142,7 +147,7 @@ class AttentionSuite:
         heads: heads of each sequence.
         compiling: whether torch.compile is compared, and how (``flash`` only).
         kernel: tag of our kernel, or None for the one that the dispatcher takes.
-        timing: how long to measure.
+        timing: how long to measure, and under which protocols (on a CPU, which has one clock, a single one).
         seed: seed of the inputs.
     """
 
@@ -160,7 +165,7 @@ class AttentionSuite:
 
     def __post_init__(self) -> None:
         self.causal = self.name == "flash"
-        self._clock: Clock | None = None
+        self._clocks: dict[str, Clock] = {}
         plain = eager_attention if self.causal else plain_attention
         ours = functools.partial(flash_attn_func, causal=self.causal, kernel=self.kernel)
         self.implementations = [Implementation("torch", "eager PyTorch", lambda case: plain)]
@@ -198,10 +203,15 @@ class AttentionSuite:
 
     def _speedups(self, names: dict[str, str], directions: Sequence[str]) -> Iterator[Column]:
         others = [implementation.key for implementation in self.implementations[:-1]]
-        for other, direction in itertools.product(others, directions):
+        for protocol, other, direction in itertools.product(self._protocols(), others, directions):
             suffix = "" if len(others) == 1 else f"_{other}"
-            title = f"speedup_{names[direction]}{suffix}"
-            yield Column(f"speedup_{other}_{direction}", title, 2, "x", drop=self._drop(direction))
+            title = f"speedup_{names[direction]}{suffix}{protocol}"
+            drop = self._drop(direction) + (FURTHER if protocol else 0)
+            yield Column(f"speedup_{other}_{direction}{protocol}", title, 2, "x", drop=drop)
+
+    def _protocols(self) -> tuple[str, ...]:
+        """What the keys of each protocol end in: nothing for the first, whose milliseconds the table shows."""
+        return ("", *(f"_{name}" for name in self.timing.protocols[1:]))
 
     def _drop(self, what: str, key: str = "") -> int:
         """A narrow terminal hides the forward last; within a direction, our time last, then the speed-up."""
@@ -216,6 +226,8 @@ class AttentionSuite:
             "timed separately, on a graph that was recorded before.",
             "OOM: out of memory. N/A: one of the two times is missing. FAIL: our result is off; it is not timed.",
         ]
+        if len(self._protocols()) > 1:
+            notes.append("Before each call the L2 cache is flushed; _steady: of calls back to back.")
         if self.causal:
             notes.append("ft, bt, fbt: forward, backward, both as one step.")
         else:
@@ -238,7 +250,7 @@ class AttentionSuite:
 
     def measure(self, case: Case, say: Callable[[str], None], messages: list[str]) -> list[dict[str, Value]]:
         row: dict[str, Value] = {"seqlen": case.seqlen, "head_dim": case.head_dim, "dtype": case.dtype}
-        clock = self._clock_of()
+        self._clocks = self._clocks or clocks_for(self.device, self.timing)
         try:
             tensors, do = guarded(lambda: self._inputs(case), self.device)
         except OutOfMemory:
@@ -254,26 +266,25 @@ class AttentionSuite:
             row |= {column.key: FAIL for column in self.columns if column.key.startswith("ours_")}
         for direction in ("forward", "backward") if not self.causal else DIRECTIONS:
             items = [Pass(key, a, direction, tensors, do, size) for key, (a, size, _) in passes.items()]
-            results = measure(items, clock, self.timing, lambda tag, d=direction: say(f"{d} {tag}"))
+            results = measure_by(self._clocks, items, self.timing, lambda tag, d=direction: say(f"{d} {tag}"))
             for item, result in zip(items, results, strict=True):
                 what = f"{case} {direction} {item.tag}"
-                row[f"{item.tag}_{direction}"] = milliseconds(_without_traceback(result), what, messages)
+                if isinstance(result, Exception):
+                    row[f"{item.tag}_{direction}"] = milliseconds(_without_traceback(result), what, messages)
+                    continue
+                for protocol, timing in zip(self._protocols(), result.values(), strict=True):
+                    row[f"{item.tag}_{direction}{protocol}"] = milliseconds(timing, what, messages)
             release(self.device)
         if not self.causal:
             for key, (attend, size, _) in passes.items():
                 row[f"{key}_memory"] = self._memory(attend, tensors, size)
         for column in self.columns:
             if column.key.startswith("speedup_"):
-                _, other, direction = column.key.split("_")
-                row[column.key] = speedup(row.get(f"{other}_{direction}"), row.get(f"ours_{direction}"))
+                _, other, timed = column.key.split("_", 2)
+                row[column.key] = speedup(row.get(f"{other}_{timed}"), row.get(f"ours_{timed}"))
         del tensors, do, items
         release(self.device)
         return [row]
-
-    def _clock_of(self) -> Clock:
-        if self._clock is None:
-            self._clock = clock_for(self.device, self.timing)
-        return self._clock
 
     def _inputs(self, case: Case) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         generator = torch.Generator(device=self.device).manual_seed(self.seed)
