@@ -3,12 +3,14 @@
     PYTHONPATH=src python3 benchmarks/scripts/suites.py --out benchmarks/results [--only flash] [--seconds 240]
 
 A course table is a table that one course's assignments ask for (docs/suites.md): ``flashlane bench suite NAME`` fills
-it. This script runs each suite with fixed arguments and writes suite_NAME.json. Exit status: the worst of the suites'.
+it. This script runs each suite with fixed arguments and writes suite_NAME.json, with the rows that there are when
+Ctrl-C, or a signal that ends it, stops it. Exit status: the worst of the suites'.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -52,6 +54,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240.0, help="time to aim at for each suite")
     arguments = parser.parse_args()
     device_or_exit()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what a time limit sends: rows are kept as by Ctrl-C
     arguments.out.mkdir(parents=True, exist_ok=True)
     names = [arguments.only] if arguments.only else list(ARGUMENTS)
     return max(run(name, arguments.out, arguments.seconds) for name in names)

@@ -142,15 +142,14 @@ def main() -> int:
         parser.error(f"--directions is {arguments.directions!r}; it may hold {', '.join(DIRECTIONS)}")
     device = device_or_exit()
     check_writable(arguments.out)
-    # Only the portable backward kernels may run, until the script ends.
-    registry.backward_table_of(*map(registry.get_backward, ("tiled", "triton"))).__enter__()
     only = {word for word in arguments.only.split(",") if word}
     chosen = [target for target in targets(arch_of(device), directions) if only <= set(target.name.split())]
     implementations = sum(2 + len(target.others) for target in chosen)
     settings = settings_for(implementations, arguments.seconds, arguments.rounds)
     rows: list[Measured] = []
     environment: dict[str, object] = {}
-    with Bar(len(chosen)) as reporter:
+    portable = map(registry.get_backward, ("tiled", "triton"))  # the only backward kernels that may run
+    with registry.backward_table_of(*portable), Bar(len(chosen)) as reporter:
         for seed, target in enumerate(chosen):
             peers = bench.select_peers(",".join((target.peer, *target.others)))
             selection = bench.Selection(tags=(TAG,), peers=peers)
