@@ -301,14 +301,15 @@ def forward_candidates(base: Any, cell: Cell) -> dict[str, Any]:
     configs = {}
     if base.block_lists:
         configs = {f"{n} heads a section": replace(base, heads_per_section=n) for n in (1, 2, 1 << 20)}
-        if base.deferred_max:  # lists that need no deferral may go without it, and never the other way round
-            configs["no deferred maximum"] = replace(base, deferred_max=False)
+    if base.deferred_max:  # what needs no deferral may go without it, and never the other way round
+        configs["no deferred maximum"] = replace(base, deferred_max=False)
     for shape in tiles.class_of(base.head_dim, base.head_dim_v).shapes:
         alike = shape.cluster == 1 and not (base.block_lists and shape.block_n % UNIT)
         apart = cell.blocks_apart and max(64 * shape.consumers, shape.block_n) > cell.blocks_apart
         if not alike or apart:
             continue
-        config = replace(base, **asdict(shape), ctas_per_sm=1)
+        deferred_max = base.deferred_max and shape.one_barrier
+        config = replace(base, **{**asdict(shape), "deferred_max": deferred_max}, ctas_per_sm=1)
         if config != base and config.shared_memory <= jit.shared_limit(ARCH):
             configs[config.describe()] = config
     return configs

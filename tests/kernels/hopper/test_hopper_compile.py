@@ -28,12 +28,23 @@ EVERY_MODIFIER = ScoreConfig(softcap=True, alibi=True, sinks=True)
 LARGEST = {"has_left": True, "has_right": True, "score": EVERY_MODIFIER}
 CACHED = {"seqlen": SeqlenConfig(cache=True, paged=True), "gather": True, "split": True, "combine_in_kernel": True}
 WIDEST = replace(config(64, tiles.M128N80S3, has_right=True), head_dim_v=1016)
+ALIBI, SOFTCAP = ScoreConfig(alibi=True), ScoreConfig(softcap=True)
+DEFERRED = [
+    (64, tiles.class_of(64, 64).plain[0], ALIBI),
+    (64, tiles.class_of(64, 64).plain[3], ALIBI),
+    *((64, shape, SOFTCAP) for shape in tiles.class_of(64, 64).capped_plain),
+    *((128, tiles.class_of(128, 128).plain[i], ALIBI) for i in (0, 2, 3)),
+    *((128, tiles.class_of(128, 128).plain[i], SOFTCAP) for i in (0, 1, 3)),
+    *((192, tiles.class_of(192, 192).plain[0], score) for score in (ALIBI, SOFTCAP)),
+]
+"""Deferred maxima of modified scores, in the shapes that have the fewest registers to spare."""
 SHIPPED = [what for what, _ in KERNEL.shipped()]
 OTHERS = [
     config(128, tiles.M128N128S3, **LARGEST, seqlen=SeqlenConfig(varlen=True)),
     config(128, tiles.TileShape(128, 1, 3), **LARGEST, **CACHED, packed_heads=3, pack_gqa=4),
     config(256, tiles.M128N64S2, **CACHED),
     WIDEST,
+    *(config(head_dim, shape, has_right=True, score=score) for head_dim, shape, score in DEFERRED),
 ]
 
 

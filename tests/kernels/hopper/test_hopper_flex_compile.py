@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from disassembly import counted, disassembled
-from sass_loops import steady_loops
+from sass_loops import families, steady_loops
 
 from flashlane import jit
 from flashlane.flex.bind import bind
@@ -247,7 +247,8 @@ def test_a_bias_of_the_distance_takes_few_instructions(head_dim: int, score: str
         compiled = jit.compile(config.source(), ARCH)
         text = disassembled(compiled.cubin)
         assert compiled.report.spills <= 16
-        loop = steady_loops(text)[-1]
+        # What raises a deferred maximum is inside the loop, and hardly ever runs.
+        loop = steady_loops(text, shortest=config.deferred_max)[-1]
         assert not [op for op in loop if op.startswith(("LDL", "STL"))]
         # Of a step that masks nothing: without a score it has a loop of its own, with one it jumps over the mask.
         lengths.append((len(steady_loops(text, shortest=True)[-1]), config.block_n / 2))
@@ -266,6 +267,24 @@ def test_one_body_serves_all_steps_of_a_program(score: str, block: tuple[int, in
     products = -(-head_dim // 16) + config.block_n // 16
     assert len(re.findall(r"\bHGMMA\.\w+\.F32\b", text)) == 2 * products  # an empty group is one of f16
     assert run_forward.config_of(problem(head_dim), program_of("none", block is not None), block, True).across_tiles
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_linear_scores_take_no_maximum_where_no_mask_is(head_dim: int) -> None:
+    """Their steps have one FFMA a score more than those without a score. By lists they take it."""
+    config = run_forward.config_of(problem(head_dim), program_of("linear", False), None)
+    assert config.deferred_max and not config.across_tiles
+    loops = [
+        families(steady_loops(disassembled(jit.compile(one.source(), ARCH).cubin), shortest=True)[-1])
+        for one in (config, replace(config, deferred_max=False))
+    ]
+    deferred, eager = loops
+    assert deferred["FMNMX"] == 0 and eager["FMNMX"] >= config.block_n // 2
+    assert deferred["FFMA"] >= config.block_n and deferred.total() <= 0.85 * eager.total()
+    by_lists = run_forward.config_of(problem(head_dim), program_of("linear", True), (128, 128), True)
+    tiny = replace(problem(head_dim), scale=2.0**-30)  # the slope would not be a number in units of it
+    assert not by_lists.deferred_max
+    assert not run_forward.config_of(tiny, program_of("linear", False), None).deferred_max
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -264,6 +264,33 @@ def test_scores_by_distance_and_a_captured_slope(lists: bool, head_dim: int, ste
     assert (lse.double() - scores.logsumexp(-1)).abs().max() < 5e-3
 
 
+@pytest.mark.parametrize("growth", [0.35, 5.0])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_linear_scores_that_grow_from_block_to_block(head_dim: int, masked: bool, growth: float) -> None:
+    """Their maximum is deferred: it is raised by sums, or, where exponentials overflow, scores are computed again."""
+    torch.manual_seed(0)
+    n = 1100
+    q, k, v = (torch.randn(2, 3, n, head_dim, device="cuda", dtype=torch.bfloat16).contiguous() for _ in range(3))
+    q.abs_(), k.abs_()  # blocks are walked from the last one to the first
+    k.mul_((1 + (n - torch.arange(n, device="cuda")) // 64 * growth)[:, None].to(k.dtype))
+    slopes = torch.tensor([0.02, 0.3, -0.05], device="cuda")
+    seen = lambda b, h, i, j: i >= j  # noqa: E731
+    mask = create_flashlane_mask(seen, None, None, n, n, "cuda") if masked else None
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> torch.Tensor:
+        return s + slopes[h] * (j - i)
+
+    i, j = torch.arange(n, device="cuda")[:, None], torch.arange(n, device="cuda")
+    scores = q.double() @ k.double().mT * head_dim**-0.5 + slopes.double()[:, None, None] * (j - i)
+    scores = scores.masked_fill(~seen(0, 0, i, j), -torch.inf) if masked else scores
+    poison()
+    out, lse = flex_attention(q, k, v, score, mask, None, False, True)
+    wanted = torch.softmax(scores, -1) @ v.double()
+    assert (out.double() - wanted).norm() <= 1e-2 * wanted.norm()
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=2e-6, atol=5e-3)
+
+
 @pytest.mark.parametrize("score", ["small tanh", "large tanh"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("block", [64, 128])

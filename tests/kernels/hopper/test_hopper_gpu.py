@@ -149,6 +149,41 @@ def test_a_deferred_maximum_is_raised(number: int, causal: bool, growth: str) ->
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
+MODIFIED = {
+    "softcap": ("slowly", {"softcap": 15.0}, 0.0),
+    "steep softcap": ("beyond all exponents", {"softcap": 400.0}, 0.0),
+    "alibi": ("first keys", {}, 0.3),
+    "alibi, growing": ("slowly", {}, 0.01),
+    "alibi, beyond": ("beyond all exponents", {}, 0.01),
+    "rising alibi": ("first keys", {}, -0.6),
+}
+"""By name: how scores grow, what caps them, and the largest slope, of either sign."""
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("name", MODIFIED)
+@pytest.mark.parametrize("number", range(len(DEFERRED)))
+def test_a_deferred_maximum_of_modified_scores_is_raised(number: int, name: str) -> None:
+    """Also where scores are computed again. Under a steep cap f16 operands are exact; slopes below 0 defer nothing."""
+    head_dim, shape = DEFERRED[number]
+    growth, options, slope = MODIFIED[name]
+    dtype = torch.float16 if "softcap" in name else tuple(RELATIVE)[number % 2]
+    q = torch.randn(2, 1024, 18, head_dim, device=HERE).to(dtype)
+    k, v = (torch.randn(2, 1151, 9, head_dim, device=HERE).to(dtype) for _ in range(2))
+    growing(q, k, growth)
+    slopes = slope * torch.linspace(0.01, 1, 36, device=HERE).view(2, 18) if slope else None
+    inputs = Inputs(q, k, v, alibi_slopes=slopes)
+    for causal in (True, False) if slopes is None else (True,):
+        problem = AttentionProblem.from_inputs(inputs, causal=causal, **options)
+        config = specialise(HopperConfig(problem.dtype_name, head_dim, head_dim, **asdict(shape)), problem)
+        assert config.deferred_max
+        out, lse = run(problem, inputs, config)
+        assert_near(problem, inputs, out, lse)
+        again = run(problem, inputs, config)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
 def assert_near(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
     """The same as :func:`assert_right` for scores of any size, where an LSE in f32 has an error in proportion to it."""
     ref_out, ref_lse = reference_attention(problem, inputs, torch.float64)

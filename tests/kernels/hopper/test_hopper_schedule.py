@@ -15,7 +15,7 @@ from timed_problems import problem_titled
 
 from flashlane.core.problem import MAX_SPLITS, AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
-from flashlane.kernels.hopper.forward import cost, select, tile_scheduler
+from flashlane.kernels.hopper.forward import cost, select, tile_scheduler, tiles
 
 ARCHIVE = Path(__file__).parents[3] / "benchmarks" / "archive"
 
@@ -50,12 +50,12 @@ def test_keys_are_split_only_where_it_pays() -> None:
     assert tile_scheduler.splits_of(tiles=132, blocks=100) == 1
     assert tile_scheduler.splits_of(tiles=8, blocks=2) == 1
     assert tile_scheduler.splits_of(tiles=0, blocks=100) == 1
-    for tiles, blocks in itertools.product((1, 8, 20, 33, 64, 100), (4, 8, 64, 512, 1024)):
-        splits = tile_scheduler.splits_of(tiles, blocks)
+    for count, blocks in itertools.product((1, 8, 20, 33, 64, 100), (4, 8, 64, 512, 1024)):
+        splits = tile_scheduler.splits_of(count, blocks)
         assert 1 <= splits <= min(blocks, MAX_SPLITS)
         # What the busiest SM does must not grow by splitting.
-        busiest = tile_scheduler.ceil_div(tiles * splits, SMS) * tile_scheduler.ceil_div(blocks, splits)
-        assert busiest <= tile_scheduler.ceil_div(tiles, SMS) * blocks
+        busiest = tile_scheduler.ceil_div(count * splits, SMS) * tile_scheduler.ceil_div(blocks, splits)
+        assert busiest <= tile_scheduler.ceil_div(count, SMS) * blocks
     assert tile_scheduler.splits_of(8, 512) >= 14  # 8 heads over a long cache fill the GPU
 
 
@@ -127,8 +127,8 @@ def test_two_full_waves_are_not_split() -> None:
 def test_numbers_of_splits_that_are_compared() -> None:
     assert list(tile_scheduler.split_counts(tiles=168, blocks=80)) == [2, 3, 4, 5, 6]
     assert list(tile_scheduler.split_counts(tiles=60, blocks=80)) == [2, 3, 4]
-    for tiles, blocks in ((168, 11), (397, 80), (0, 80)):
-        assert not tile_scheduler.split_counts(tiles, blocks)
+    for count, blocks in ((168, 11), (397, 80), (0, 80)):
+        assert not tile_scheduler.split_counts(count, blocks)
 
 
 def test_a_configuration_without_splits_is_not_split() -> None:
@@ -176,6 +176,32 @@ def test_few_rows_have_a_deferred_maximum_where_scores_are_only_scaled() -> None
         assert (config.consumers, config.deferred_max, config.late_wait) == (1, False, False), other
     wide = select.config_for(replace(few, head_dim=192, head_dim_v=192))
     assert (wide.block_n, wide.deferred_max) == (96, False)
+
+
+def test_modified_scores_have_a_deferred_maximum_where_it_is_not_raised_in_each_block() -> None:
+    """Not with ALiBi towards keys after their rows, nor where modifiers, windows, caches or pages take registers."""
+    causal = problem_of(4096, 4096, heads=16, head_dim=128, head_dim_v=128, window_right=0)
+    full = replace(causal, window_right=-1)
+    for problem in (causal, full):
+        assert (
+            select.config_for(problem).deferred_max and select.config_for(replace(problem, softcap=20.0)).deferred_max
+        )
+    assert select.config_for(replace(causal, alibi=True)).deferred_max
+    assert select.config_for(replace(causal, softcap=20.0, sinks=True)).deferred_max
+    several = {"softcap": 20.0, "alibi": True}
+    for problem, changes in (
+        (full, {"alibi": True}),
+        (causal, several),
+        (causal, {"alibi": True, "window_left": 2000}),
+    ):
+        other = replace(problem, **changes)
+        config = select.config_for(other)
+        assert not select.may_defer_max(other) and not config.deferred_max
+        shape = tiles.class_of(128, 128).plain[0]
+        assert not select.config_of_shape(shape, other).deferred_max, "nor with the tile of another problem"
+    narrow = replace(causal, head_dim=64, head_dim_v=64, softcap=20.0)
+    spilling = set(tiles.class_of(64, 64).plain) - set(tiles.class_of(64, 64).capped_plain)
+    assert len(spilling) == 3 and not spilling & set(select.shapes_of(narrow))
 
 
 def test_sections_of_heads_under_a_causal_mask() -> None:

@@ -167,14 +167,19 @@ struct RowSoftmax {
             sum[half] = fmaf(sum[half], alpha[half], block_sum[half][0] + block_sum[half][1]);
     }
 
-    // Turns S into P = 2^((S − max) · scale) with the maxima as they are, and gives the sums of P.
-    template <int N>
-    __device__ __forceinline__ void exponentiate_by_old_max(float (&s)[N], float scale_log2, float (&block_sum)[2]) {
-        float sums[2][2];
+    // Turns S into P = 2^((S − max) · scale) with the maxima as they are, and gives the sums of P. OFFSET: the row's
+    // scores are s + offset[half].
+    template <bool OFFSET, int N>
+    __device__ __forceinline__ void exponentiate_by_old_max(float (&s)[N], float scale_log2, const float (&offset)[2],
+                                                            float (&block_sum)[2]) {
+        float sums[2][2], bias[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            bias[half] = OFFSET ? (offset[half] - max[half]) * scale_log2 : -max[half] * scale_log2;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             const int half = i / 2 % 2;
-            s[i] = ex2(fmaf(s[i], scale_log2, -max[half] * scale_log2));
+            s[i] = ex2(fmaf(s[i], scale_log2, bias[half]));
             sums[half][i % 2] = i < 4 ? s[i] : sums[half][i % 2] + s[i];
         }
 #pragma unroll

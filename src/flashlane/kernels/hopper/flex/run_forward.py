@@ -93,10 +93,11 @@ def config_of(
     shape, ctas = tile_of(largest, blocks, has_tanh, needs_no_maximum(problem, program))
     if mask_bits and program.score is not None:
         shape = tile_of_score(largest) or shape
+    by_distance = problem.scale >= LEAST_SCALE
     config = HopperConfig(
         problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
-        program=kernel_header(program, mask_bits, approximate, by_distance=problem.scale >= LEAST_SCALE),
+        program=kernel_header(program, mask_bits, approximate, by_distance),
         block_lists=block is not None, mask_bits=mask_bits, ctas_per_sm=ctas,
         heads_per_section=_section(problem),
     )  # fmt: skip
@@ -107,6 +108,8 @@ def config_of(
         config = replace(config, stages=2)
     if block is not None and not config.program and config.one_barrier:
         config = replace(config, deferred_max=True, late_wait=True, q_in_registers=False)
+    if block is None and by_distance and program.linear_score is not None:
+        config = replace(config, deferred_max=config.one_barrier)
     by_hand = block is not None and program.mask is None
     return replace(config, heads_per_section=_section_of_lists(problem, config)) if by_hand else config
 

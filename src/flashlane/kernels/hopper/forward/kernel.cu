@@ -175,7 +175,10 @@ struct Consumer : Mainloop {
         if constexpr (cfg::DEFERRED_MAX && cfg::HAS_RIGHT)
             unmasked.high -= unmasked.high < mine.high &&
                              mask_of(p, sequence).end(first_query) == unmasked.high * BLOCK_N;
+        if constexpr (cfg::DEFERRED_MAX && ROW_OFFSET)  // else the maximum would be raised in each block
+            if (scores_rise()) unmasked.high = unmasked.low = mine.low;
         if constexpr (!cfg::ACROSS_TILES) {
+            if constexpr (cfg::DEFERRED_MAX) unmasked.high = min(unmasked.high, n_block);  // the first takes a maximum
             issue_first_product();
 #pragma unroll 1
             while (true) {

@@ -162,51 +162,66 @@ struct Mainloop {
                 slope[half] = Program::slope(p.program, tile.batch, tile.tile_head()) * (LOG2_E / late_scale(p));
         }
     }
+    // The thread's first key of an n-block.
+    __device__ __forceinline__ int first_key(int n_block) const { return n_block * BLOCK_N + 2 * (rows.lane % 4); }
+    // The distance of a row's query and that key.
+    __device__ __forceinline__ int distance_to(int n_block, int half) const {
+        if constexpr (Program::IS_LINEAR) return tile.row + rows.row(half) - first_key(n_block);
+        return Score::HAS_DISTANCE ? position[half] - n_block * BLOCK_N : 0;
+    }
+    // Applies modifiers and a linear program to the scores of an n-block, but for the terms `offset` of the rows. `side`
+    // is that of transform_scores (attention/score.cuh).
+    __device__ __forceinline__ void modify_scores(int n_block, int side, float (&offset)[2]) {
+        float distance[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) distance[half] = Score::HAS_DISTANCE ? distance_to(n_block, half) : 0;
+        transform_scores(p.score, s, distance, slope, side, offset);
+        if constexpr (Program::IS_LINEAR)
+            add_distances(s, slope, tile.row + rows.row(0), first_key(n_block), offset);
+    }
     template <bool MASKED>
     __device__ __forceinline__ void softmax_of(int n_block, bool mask, float (&alpha)[2]) {
-        float bias[2], distance[2], offset[2];
+        float bias[2], offset[2];
         if constexpr (cfg::BLOCK_LISTS) n_block = listed.block();
         if constexpr (FUSED_UNMASKED) {
             if (cfg::BLOCK_LISTS ? listed.state(rows.warpgroup) == BLOCK_FULL : !mask) {
                 float scale = p.score.scale_log2 * LN_2;
                 asm volatile("" : "+f"(scale));  // or the scores of both sides are computed in front of the branch
                 transform_by_program(p.program, s, scale, tile.batch, tile.tile_head(), tile.row + rows.row(0),
-                                     n_block * BLOCK_N + 2 * (rows.lane % 4));
+                                     first_key(n_block));
                 softmax.exponentiate_bounded<cfg::POLYNOMIALS, false>(s, late_scale(p), BOUNDED_MAX);
                 return;
             }
         }
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            distance[half] = Score::HAS_DISTANCE ? position[half] - n_block * BLOCK_N : 0;
-        transform_scores(p.score, s, distance, slope, Score::HAS_DISTANCE ? side_of_keys(n_block) : 0, offset);
-        if constexpr (Program::IS_LINEAR) {
-            add_distances(s, slope, tile.row + rows.row(0), n_block * BLOCK_N + 2 * (rows.lane % 4), offset);
-        } else if constexpr (Program::HAS_SCORE) {
+        modify_scores(n_block, Score::HAS_DISTANCE ? side_of_keys(n_block) : 0, offset);
+        if constexpr (Program::HAS_SCORE && !Program::IS_LINEAR)
             transform_by_program(p.program, s, p.score.scale_log2 * LN_2, tile.batch, tile.tile_head(),
-                                 tile.row + rows.row(0), n_block * BLOCK_N + 2 * (rows.lane % 4));
-        }
+                                 tile.row + rows.row(0), first_key(n_block));
         if constexpr (cfg::BLOCK_LISTS) mask_listed(n_block);
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
-        constexpr bool OFFSET = Score::HAS_DISTANCE || Program::IS_LINEAR;
         if constexpr (BOUNDED) {
             softmax.exponentiate_bounded<cfg::POLYNOMIALS, true>(s, late_scale(p), BOUNDED_MAX);
         } else {
-            softmax.update_max<MASKED && !ANY_MAY_BE_HIDDEN, OFFSET>(s, late_scale(p), offset, alpha, bias);
+            softmax.update_max<MASKED && !ANY_MAY_BE_HIDDEN, ROW_OFFSET>(s, late_scale(p), offset, alpha, bias);
             softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
         }
     }
+    // Whether the bias of one of the warp's rows grows towards earlier keys, which are the later ones of a walk.
+    __device__ __forceinline__ bool scores_rise() const {
+        return __any_sync(0xffffffffu, slope[0] < 0.f || slope[1] < 0.f);
+    }
     // The softmax of a block without a mask, with a deferred maximum (attention/online_softmax.cuh).
-    __device__ __forceinline__ void softmax_by_old_max() {
-        float block_sum[2];
-        softmax.exponentiate_by_old_max(s, late_scale(p), block_sum);
+    __device__ __forceinline__ void softmax_by_old_max(int n_block) {
+        float block_sum[2], offset[2];
+        modify_scores(n_block, 1, offset);
+        softmax.exponentiate_by_old_max<ROW_OFFSET>(s, late_scale(p), offset, block_sum);
         if (!cfg::LATE_WAIT) wgmma_wait<0>(o);  // which ptxas moves above the exponentials
         if (__any_sync(0xffffffffu, RowSoftmax::exceeds(block_sum[0]) || RowSoftmax::exceeds(block_sum[1]))) {
             if (cfg::LATE_WAIT) wgmma_wait<0>(o);  // this is rare, and then the old P needs no registers any more
             float alpha[2];
             bool lost[2];
             softmax.raise_max(s, late_scale(p), block_sum, alpha, lost);
-            if (__any_sync(0xffffffffu, lost[0] || lost[1])) exponentiate_again(lost, block_sum, alpha);
+            if (__any_sync(0xffffffffu, lost[0] || lost[1])) exponentiate_again(n_block, lost, block_sum, alpha);
             rescale_output(alpha);
 #pragma unroll
             for (int half = 0; half < 2; ++half) softmax.sum[half] *= alpha[half];
@@ -239,10 +254,19 @@ struct Mainloop {
             mma<Element>(again[1], a, b[2], b[3]);
         }
     }
+    // What modifiers and a linear program make of the product of a row's query and a key, in the unit of late_scale.
+    __device__ __forceinline__ float modified(float product, int half, float distance) const {
+        if constexpr (Program::IS_LINEAR) return fmaf(-slope[half], distance, product);
+        return Score::biased(Score::SOFTCAP ? Score::tanh_of(p.score, product) : product, slope[half], distance);
+    }
     // The scores of `lost` rows are computed again, as their exponentials overflowed: their maximum first, then P. That
     // is so rare that it may be slow; unrolled, it would take registers from the loop over n-blocks.
-    __device__ __forceinline__ void exponentiate_again(const bool (&lost)[2], float (&block_sum)[2],
+    __device__ __forceinline__ void exponentiate_again(int n_block, const bool (&lost)[2], float (&block_sum)[2],
                                                        float (&alpha)[2]) {
+        const auto score = [&](const Accumulator<float> (&products)[2], int group, int i) {
+            const int half = i / 2 % 2, column = 16 * group + 8 * (i / 4) + i % 2;
+            return modified(products[i / 4].get(i % 4), half, distance_to(n_block, half) - column);
+        };
         float local[BLOCK_N / 2];  // in local memory, as the loops are rolled
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) local[i] = s[i];
@@ -252,7 +276,7 @@ struct Mainloop {
         for (int group = 0; group < BLOCK_N / 16; ++group) {
             scores_again(group, again);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], again[i / 4].get(i % 4));
+            for (int i = 0; i < 8; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], score(again, group, i));
         }
         const float scale = late_scale(p);
 #pragma unroll
@@ -270,7 +294,7 @@ struct Mainloop {
             for (int i = 0; i < 8; ++i) {
                 const int half = i / 2 % 2;
                 if (!lost[half]) continue;
-                const float x = ex2(fmaf(again[i / 4].get(i % 4), scale, -softmax.max[half] * scale));
+                const float x = ex2(fmaf(score(again, group, i), scale, -softmax.max[half] * scale));
                 block_sum[half] += x;
                 local[8 * group + i] = x;
             }
@@ -295,8 +319,8 @@ struct Mainloop {
         } else if constexpr (cfg::MASK_BITS) {
             mask_by_bits(s, 2 * (rows.lane % 4), mask_bits);
         } else {
-            mask_by_program(p.program, s, tile.batch, tile.tile_head(), tile.row + rows.row(0),
-                            n_block * BLOCK_N + 2 * (rows.lane % 4), sequence.k_length);
+            mask_by_program(p.program, s, tile.batch, tile.tile_head(), tile.row + rows.row(0), first_key(n_block),
+                            sequence.k_length);
         }
     }
     __device__ __forceinline__ void reset_softmax() {
@@ -349,7 +373,7 @@ struct Mainloop {
         if (Program::HAS_DISTANCE && !Program::IS_LINEAR)
             mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
         constexpr bool DEFERRED = cfg::DEFERRED_MAX && !MASKED;
-        if constexpr (DEFERRED) softmax_by_old_max();
+        if constexpr (DEFERRED) softmax_by_old_max(n_block);
         else softmax_of<MASKED>(n_block, MASKED, alpha);
         // Complete since the step began. The wait ends the basic block, or ptxas moves the one below
         // above the exponentials.
@@ -379,6 +403,19 @@ struct Mainloop {
         float alpha[2];
         wgmma_wait<1>(s);
         release_k();
+        if constexpr (cfg::DEFERRED_MAX) {
+            if (mask) {
+                softmax_of<false>(n_block, true, alpha);
+                wgmma_wait<0>(o);
+                rescale_output(alpha);
+            } else {
+                softmax_by_old_max(n_block);
+                wgmma_wait<0>(o);
+            }
+            release_kv();
+            pack_probabilities();
+            return;
+        }
         softmax_of<false>(n_block, mask, alpha);
         if (cfg::LATE_WAIT) mbarrier_wait(kv_barrier(SHARED(base, kv_barriers[V].full)), kv.phase);
         wgmma_wait<0>(o);

@@ -61,9 +61,13 @@ constexpr float BOUNDED_MAX = Program::CENTRE / Program::FACTOR;  // in the unit
 // Whether blocks without a mask have a softmax of their own, in which each score and its exponential are one chain. By
 // lists, the tiles of small heads have too few registers for two forms.
 constexpr bool FUSED_UNMASKED = BOUNDED && (!cfg::BLOCK_LISTS || HEAD_DIM > 64 || COLUMNS_V > 64);
-// A deferred maximum needs K and Q until the end of a step's softmax.
-static_assert(!cfg::DEFERRED_MAX || (cfg::ONE_BARRIER && cfg::ACROSS_TILES && Score::LATE_SCALE &&
-                                     !Score::HAS_DISTANCE && !Score::HAS_DERIVATIVE && !Program::HAS_SCORE));
+// Whether the scores of a row and n-block have a term in common, which is added to the maximum instead of to them.
+constexpr bool ROW_OFFSET = Score::HAS_DISTANCE || Program::IS_LINEAR;
+// A deferred maximum needs K and Q until the end of a step's softmax. With ALiBi it needs a window whose right side is 0:
+// blocks without a mask then lie before their rows, and the bias falls from the first block on.
+static_assert(!cfg::DEFERRED_MAX ||
+              (cfg::ONE_BARRIER && Score::LATE_SCALE && (cfg::ACROSS_TILES || Program::IS_LINEAR) &&
+               (!Program::HAS_SCORE || Program::IS_LINEAR) && (!Score::HAS_DISTANCE || cfg::HAS_RIGHT)));
 constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
 

@@ -213,20 +213,42 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     """The shapes that a problem may get; what it asks besides a mask takes registers."""
     score, seqlen = ScoreConfig.of(problem), SeqlenConfig.of(problem)
     one = tiles.class_of(problem.head_dim, columns_of(problem.head_dim_v))
-    plain = not score.transformed and (one.head_dim <= NARROW or has_wide_window(problem))
+    deferred = may_defer_max(problem) and (one.head_dim <= NARROW or has_wide_window(problem))
+    plain = deferred and not score.transformed
     if has_few_rows(problem):
-        deferred = plain and not _must_gather(problem)
-        shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows_without_modifier if deferred else one.few_rows,)
+        unmodified = plain and not _must_gather(problem)
+        shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows_without_modifier if unmodified else one.few_rows,)
     else:
         shapes, loaded = one.shapes_with_derivative if score.has_derivative else one.shapes, one.loaded
         if plain:
             shapes = one.shapes_without_modifier
             loaded = loaded if _must_gather(problem) else one.loaded_plain or loaded
+        elif deferred:
+            shapes = one.shapes_with_deferred_max(score.has_derivative)
         shapes_able = loaded if seqlen.cache or seqlen.paged else shapes
-    crowded = score.registers_per_score + (problem.window_left >= 0) > 1
+    crowded = _is_crowded(problem)
     if crowded or _must_gather(problem):
         shapes_able = tuple(shape for shape in (*shapes_able, *one.loaded) if shape.consumers <= MOST_GATHERING)
     return tuple(replace(shape, q_in_registers=False) for shape in shapes_able) if crowded else shapes_able
+
+
+def _is_crowded(problem: AttentionProblem) -> bool:
+    """Whether modifiers of scores and the left side of a window keep values of their own in registers."""
+    return ScoreConfig.of(problem).registers_per_score + (problem.window_left >= 0) > 1
+
+
+def may_defer_max(problem: AttentionProblem) -> bool:
+    """Whether blocks without a mask can leave out their row maximum, where the tile has a deferred maximum.
+
+    Scores under a soft cap can; scores with an ALiBi bias where all keys of such a block are before the rows, so that
+    they fall from the first block on. Both leave too few registers next to what crowds them, caches and pages.
+    """
+    score, seqlen = ScoreConfig.of(problem), SeqlenConfig.of(problem)
+    if not score.transformed:
+        return True
+    if _is_crowded(problem) or seqlen.cache or seqlen.paged:
+        return False
+    return score.softcap or problem.window_right == 0
 
 
 def has_wide_window(problem: AttentionProblem) -> bool:
@@ -369,7 +391,7 @@ def specialise(
         deferred_max=config.deferred_max
         and config.one_barrier
         and not gather
-        and not ScoreConfig.of(problem).transformed,
+        and may_defer_max(problem),
     )
 
 

@@ -100,9 +100,11 @@ class ShapeClass:
     unmasked: tuple[TileShape, ...] = ()
     """Those that are compared only without a mask: no other problem was timed with them, or they lost under a mask."""
     plain: tuple[TileShape, ...] = ()
-    """The shapes where scores are only scaled, if others than :attr:`shapes`: their maximum may be deferred."""
+    """The shapes where no modifier changes scores, or one that leaves the maximum deferred; :attr:`shapes` if empty."""
     loaded_plain: tuple[TileShape, ...] = ()
     """The same with caches or with pages that boxes fit, in place of :attr:`loaded`."""
+    capped_plain: tuple[TileShape, ...] = ()
+    """Those of :attr:`plain` with a soft cap, where the others spill in their loops; all of them if empty."""
 
     @property
     def few_rows_without_modifier(self) -> TileShape:
@@ -114,6 +116,16 @@ class ShapeClass:
     def shapes_without_modifier(self) -> tuple[TileShape, ...]:
         """The shapes where scores are only scaled."""
         return self.plain or self.shapes
+
+    def shapes_with_deferred_max(self, derivative: bool) -> tuple[TileShape, ...]:
+        """The shapes where modifiers change scores and leave the maximum deferred.
+
+        Args:
+            derivative: whether a score has a derivative.
+        """
+        if derivative:
+            return self.capped_plain or self.plain or self.shapes_with_derivative
+        return self.shapes_without_modifier
 
     @property
     def shapes_with_derivative(self) -> tuple[TileShape, ...]:
@@ -129,6 +141,7 @@ CLASSES = (
         plain=(*map(_deferred, (M256N64S4, M256N64S4_FREE, M192N128S3, M192N128S3_FREE)), _early(M64N128S3),
                _deferred(_in_clusters(M192N128S3))),
         loaded_plain=(_deferred(M256N64S4), M128N128S4),
+        capped_plain=(*map(_deferred, (M256N64S4, M256N64S4_FREE)), _early(M64N128S3)),
     ),
     ShapeClass(
         80, 80, M64N128S3,
