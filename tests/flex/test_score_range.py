@@ -10,14 +10,15 @@ import torch
 from support.flex_oracle import mapped
 from support.programs import SIZES, by_torch, draw
 
+from flashlane.core.modifiers import LARGEST_BOUNDED
 from flashlane.flex.bind import bind
 from flashlane.flex.program import Program
-from flashlane.flex.score_range import LARGEST, POSITIONS, centre_of, range_of
+from flashlane.flex.score_range import POSITIONS, centre_of, range_of
 from flashlane.kernels.hopper.flex.problem import MAX_LENGTH
 
 CPU = torch.device("cpu")
 TABLE = torch.tensor([0.5, -0.25, 3.0, 1.0])
-MOST = LARGEST * math.log(2)
+MOST = LARGEST_BOUNDED * math.log(2)
 
 
 def program_of(function: Callable[..., torch.Tensor]) -> Program:

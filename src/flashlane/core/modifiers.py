@@ -13,6 +13,9 @@ from flashlane.core.problem import ARGUMENTS, MODIFIERS, AttentionProblem, Effec
 
 TENSOR_OF: dict[str, str] = {ARGUMENTS[name].flag: name for name in MODIFIERS}
 """The tensor in ``Inputs`` of a modifier that has one, by the field of ``AttentionProblem`` that says so."""
+LARGEST_BOUNDED = 76.0
+"""The largest |score − constant| in base 2 of scores whose exponentials need no row maximum. Sums of 2^22 of them are
+below 2^98, and P·V is finite for values below 2^28; sums of the least ones are above 2^-76, far from the least f32."""
 _DECLARED = {each.name: each for each in fields(AttentionProblem)}
 
 

@@ -11,12 +11,10 @@ import math
 
 import torch
 
+from flashlane.core.modifiers import LARGEST_BOUNDED
 from flashlane.flex import bounds
 from flashlane.flex.expression import Expression
 
-LARGEST = 76.0
-"""The largest |score − centre| in base 2. Sums of 2^22 such exponentials are below 2^98, and P·V is finite for values
-below 2^28; sums of the least ones are above 2^-76, far from the least f32."""
 POSITIONS = 1 << 22
 """What ``q`` and ``kv`` are below: the kernels that take programs refuse longer sequences."""
 COUNTS = 1 << 31
@@ -42,14 +40,14 @@ def range_of(score: Expression) -> tuple[float, float]:
 
 
 def centre_of(score: Expression | None) -> float | None:
-    """A number from which the score differs by at most :data:`LARGEST` (in base 2); None where there is none.
+    """A number from which the score differs by at most :data:`LARGEST_BOUNDED` (in base 2); None where there is none.
 
     It is 0 where that is near enough, as the centre of a soft cap.
     """
     if score is None:
         return None
     low, high = range_of(score)
-    most = LARGEST * math.log(2)
+    most = LARGEST_BOUNDED * math.log(2)
     if not high - low <= 2 * most:
         return None
     return 0.0 if max(-low, high) <= most else (low + high) / 2

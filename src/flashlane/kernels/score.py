@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashlane.core.modifiers import TENSOR_OF, forms
+from flashlane.core.modifiers import LARGEST_BOUNDED, TENSOR_OF, forms
 from flashlane.kernels.params import LOG2_E
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem, Inputs
+
+
+def needs_no_maximum(problem: AttentionProblem) -> bool:
+    """Whether a soft cap bounds scores so that 0 can take the place of their row's maximum: P in f16 would overflow."""
+    bounded = 0 < problem.softcap * LOG2_E <= LARGEST_BOUNDED and not problem.alibi
+    return bounded and problem.dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,11 @@ DEFERRED = [
     *((192, tiles.class_of(192, 192).plain[0], score) for score in (ALIBI, SOFTCAP)),
 ]
 """Deferred maxima of modified scores, in the shapes that have the fewest registers to spare."""
+BOUNDED = [
+    config(64, tiles.M256N64S4, has_right=True, score=SOFTCAP, bounded_score=True, polynomials=tiles.POLYNOMIALS),
+    *(config(d, tiles.M192N64S3, has_right=True, score=SOFTCAP, bounded_score=True) for d in (96, 128)),
+]
+"""Constants in the place of a row maximum."""
 SHIPPED = [what for what, _ in KERNEL.shipped()]
 OTHERS = [
     config(128, tiles.M128N128S3, **LARGEST, seqlen=SeqlenConfig(varlen=True)),
@@ -45,6 +50,7 @@ OTHERS = [
     config(256, tiles.M128N64S2, **CACHED),
     WIDEST,
     *(config(head_dim, shape, has_right=True, score=score) for head_dim, shape, score in DEFERRED),
+    *BOUNDED,
 ]
 
 

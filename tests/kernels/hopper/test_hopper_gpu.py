@@ -184,6 +184,29 @@ def test_a_deferred_maximum_of_modified_scores_is_raised(number: int, name: str)
         assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("softcap", [5.0, 15.0, 50.0])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_scores_under_a_small_cap_take_no_maximum(head_dim: int, causal: bool, softcap: float) -> None:
+    """Of bf16 operands, at both ends of the cap, with rows that see no key, and with a sink that exceeds all scores."""
+    q = 4 * torch.randn(2, 700, 6, head_dim, device=HERE)
+    k, v = (torch.randn(2, 611, 2, head_dim, device=HERE).bfloat16() for _ in range(2))
+    q[:, 100:200] *= 30
+    q[:, 300:400] = -30 * q[:, 300:400].abs()
+    k[:, 200:] = k[:, 200:].abs()
+    for sinks in (None, torch.tensor([-3.0, 0, 1, 20, 60, 130], device=HERE)):
+        inputs = Inputs(q.bfloat16(), k, v, sinks=sinks)
+        problem = AttentionProblem.from_inputs(inputs, causal=causal, softcap=softcap)
+        config = KERNEL.config(problem)
+        assert config.bounded_score and not config.deferred_max
+        out, lse = run(problem, inputs)
+        assert_right(problem, inputs, out, lse)
+        again = run(problem, inputs)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
 def assert_near(problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
     """The same as :func:`assert_right` for scores of any size, where an LSE in f32 has an error in proportion to it."""
     ref_out, ref_lse = reference_attention(problem, inputs, torch.float64)

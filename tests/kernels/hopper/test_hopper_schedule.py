@@ -204,6 +204,21 @@ def test_modified_scores_have_a_deferred_maximum_where_it_is_not_raised_in_each_
     assert len(spilling) == 3 and not spilling & set(select.shapes_of(narrow))
 
 
+def test_a_small_soft_cap_takes_the_place_of_a_maximum() -> None:
+    """Of bf16 operands, whose exponentials reach as far as f32's; a tile costs what it does with a deferred maximum."""
+    capped = problem_of(4096, 4096, heads=16, head_dim=128, head_dim_v=128, dtype=torch.bfloat16, softcap=52.0)
+    config = select.config_for(capped)
+    assert config.bounded_score and not config.deferred_max and config.polynomials == 0
+    plain = select.config_of_shape(cost.shape_of(config), replace(capped, softcap=0.0))
+    assert cost.coefficients_of(config) == cost.coefficients_of(replace(plain, deferred_max=True))
+    assert cost.coefficients_of(config) != cost.coefficients_of(plain)
+    narrow = select.config_for(replace(capped, head_dim=64, head_dim_v=64))
+    assert narrow.bounded_score and narrow.polynomials == tiles.POLYNOMIALS
+    for changes in ({"softcap": 53.0}, {"dtype": torch.float16}, {"softcap": 0.0}, {"alibi": True}):
+        config = select.config_for(replace(capped, **changes))
+        assert not config.bounded_score and config.deferred_max == ("alibi" not in changes)
+
+
 def test_sections_of_heads_under_a_causal_mask() -> None:
     causal = problem_of(16384, 16384, heads=32, kv_heads=8, window_right=0, batch=2)
     assert tile_scheduler.heads_per_section(causal, 1) == 64 and tile_scheduler.heads_per_section(causal, 4) == 16

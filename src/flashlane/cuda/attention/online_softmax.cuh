@@ -133,7 +133,7 @@ struct RowSoftmax {
     // compute POLYNOMIALS, and the special-function unit the others. MASKED: some scores may be −∞.
     template <int POLYNOMIALS, bool MASKED, int N>
     __device__ __forceinline__ void exponentiate_bounded(float (&s)[N], float scale_log2, float constant_max) {
-        const float bias = -constant_max * scale_log2;
+        const float bias = constant_max == 0.f ? 0.f : -constant_max * scale_log2;  // a product would be computed
         float block_sum[2][2];
 #pragma unroll
         for (int i = 0; i < N; ++i) {

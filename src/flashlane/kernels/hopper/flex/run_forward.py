@@ -33,31 +33,36 @@ from flashlane.kernels.hopper.flex.problem import (
 from flashlane.kernels.hopper.forward.config import HopperConfig
 from flashlane.kernels.hopper.forward.launch import PreparedForward
 from flashlane.kernels.hopper.forward.tile_scheduler import FULL_ENOUGH, ceil_div
-from flashlane.kernels.hopper.forward.tiles import M192N64S3, M192N80S3, M256N64S4, M256N64S4_FREE, TileShape
+from flashlane.kernels.hopper.forward.tiles import (
+    M192N64S3,
+    M192N80S3,
+    M256N64S4,
+    M256N64S4_FREE,
+    POLYNOMIALS,
+    TileShape,
+)
 from flashlane.kernels.makespan import heads_that_fit
 
 PLANS_KEPT = 1024
 LEAST_SCALE = 2.0**-20
 """Scores by distance are taken in units of the scale from this scale on."""
-POLYNOMIALS = 4
-"""Of every eight exponentials of a tanh at small head dims, those that the FMA units compute."""
 NARROW, MEDIUM, WIDE = 64, 128, 192
 """Head dims up to which a tile's operands take that much shared memory and registers."""
 
 
 def tile_of(
-    head_dim: int, block: tuple[int, int] | None, has_tanh: bool = False, bounded: bool = False
+    head_dim: int, block: tuple[int, int] | None, has_tanh: bool = False, without_maximum: bool = False
 ) -> tuple[TileShape, int]:
     """The tile, and the CTAs of an SM, for the larger head dim and the blocks of lists that follow no function.
 
     Tiles of 64 rows are for lists whose blocks have 64: two CTAs then hide each other's softmax, as two consumers do.
     With a tanh and Q in registers, the loop of tiles of 128 rows would spill. Consumers with a tanh wait for the
-    special-function unit, not for each other's products; a bounded score's steps are short, and so are its tiles.
+    special-function unit, not for each other's products; steps that take no maximum are short, and so are their tiles.
     """
     if block is None and head_dim <= MEDIUM:  # more consumers hide what a program adds to the softmax
         if head_dim <= NARROW:
             return (M256N64S4_FREE if has_tanh else M256N64S4), 1
-        return (M192N64S3 if bounded else M192N80S3), 1
+        return (M192N64S3 if without_maximum else M192N80S3), 1
     rows, keys = (128, 128) if block is None else (128 if size % 128 == 0 else 64 for size in block)
     if head_dim <= NARROW:
         one = TileShape(keys, 1, 3 if keys == 128 else 5), 2
@@ -90,10 +95,11 @@ def config_of(
     blocks = block if program.mask is None or block is None else (128, block[1])
     largest, has_tanh = max(problem.head_dim, problem.head_dim_v), program.has_tanh()
     approximate = takes_approximate_tanh(problem)
-    shape, ctas = tile_of(largest, blocks, has_tanh, needs_no_maximum(problem, program))
+    by_distance = problem.scale >= LEAST_SCALE
+    by_slope = block is None and by_distance and program.linear_score is not None
+    shape, ctas = tile_of(largest, blocks, has_tanh, by_slope or needs_no_maximum(problem, program))
     if mask_bits and program.score is not None:
         shape = tile_of_score(largest) or shape
-    by_distance = problem.scale >= LEAST_SCALE
     config = HopperConfig(
         problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape), has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
@@ -108,7 +114,7 @@ def config_of(
         config = replace(config, stages=2)
     if block is not None and not config.program and config.one_barrier:
         config = replace(config, deferred_max=True, late_wait=True, q_in_registers=False)
-    if block is None and by_distance and program.linear_score is not None:
+    if by_slope:
         config = replace(config, deferred_max=config.one_barrier)
     by_hand = block is not None and program.mask is None
     return replace(config, heads_per_section=_section_of_lists(problem, config)) if by_hand else config

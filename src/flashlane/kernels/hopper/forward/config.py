@@ -41,7 +41,7 @@ TILE_CONSTANTS += (
 )
 TILE_CONSTANTS += ("has_left", "has_right", "gather", "split", "combine_in_kernel")
 TILE_CONSTANTS += ("block_lists", "mask_bits", "ctas_per_sm", "ranges", "arrivals", "across_tiles", "polynomials")
-TILE_CONSTANTS += ("deferred_max",)
+TILE_CONSTANTS += ("deferred_max", "bounded_score")
 """Properties of a configuration that are constants of the same name."""
 
 
@@ -112,6 +112,8 @@ class HopperConfig:
     computes the others."""
     deferred_max: bool = False
     """Blocks without a mask take no row maximum: sums of exponentials show where an old one is too small."""
+    bounded_score: bool = False
+    """Scores are so near to 0, by their soft cap, that it is subtracted in the place of their row's maximum."""
     heads_per_section: int = 0
     """Tile heads of a section of the L2 head swizzle, an argument of the launch; 0 is what ``tile_scheduler`` gives."""
     kv_splits: int = 0

@@ -108,14 +108,18 @@ def shape_of(config: HopperConfig) -> TileShape:
 
 def coefficients_of(config: HopperConfig) -> Coefficients:
     """The coefficients of the configuration's shape in the class of its head dims, in proportion to its products."""
-    return _coefficients_of(config.head_dim, config.columns_v, shape_of(config))
+    shape = shape_of(config)
+    without_maximum = (replace(shape, deferred_max=True),) if config.bounded_score else ()
+    return _coefficients_of(config.head_dim, config.columns_v, (*without_maximum, shape))
 
 
 @functools.lru_cache(maxsize=1024)
-def _coefficients_of(head_dim: int, columns_v: int, shape: TileShape) -> Coefficients:
-    one = class_of(head_dim, columns_v)
-    named, alike = coefficients()[0], replace(shape, late_wait=not shape.late_wait)
-    names = (name_of(one.head_dim, one.head_dim_v, each) for each in (shape, alike))
+def _coefficients_of(head_dim: int, columns_v: int, shapes: tuple[TileShape, ...]) -> Coefficients:
+    """Those of the first of the shapes that has some, with its wait for O or with the other one."""
+    one, shape = class_of(head_dim, columns_v), shapes[-1]
+    named, waits = coefficients()[0], (False, True)
+    alike = (replace(each, late_wait=each.late_wait != other) for each in shapes for other in waits)
+    names = (name_of(one.head_dim, one.head_dim_v, each) for each in alike)
     fitted = next((named[name] for name in names if name in named), None)
     work = (head_dim + columns_v) / (one.head_dim + one.head_dim_v)
     if fitted is None:

@@ -200,7 +200,8 @@ struct Mainloop {
         if constexpr (cfg::BLOCK_LISTS) mask_listed(n_block);
         else if (mask) mask_scores<side(cfg::HAS_LEFT)>(s, limits, n_block * BLOCK_N);
         if constexpr (BOUNDED) {
-            softmax.exponentiate_bounded<cfg::POLYNOMIALS, true>(s, late_scale(p), BOUNDED_MAX);
+            constexpr bool MAY_BE_HIDDEN = MASKED || Program::HAS_SCORE;
+            softmax.exponentiate_bounded<cfg::POLYNOMIALS, MAY_BE_HIDDEN>(s, late_scale(p), BOUNDED_MAX);
         } else {
             softmax.update_max<MASKED && !ANY_MAY_BE_HIDDEN, ROW_OFFSET>(s, late_scale(p), offset, alpha, bias);
             softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
