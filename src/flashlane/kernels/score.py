@@ -55,6 +55,15 @@ class ScoreConfig:
         """Whether scores change before the row maximum is taken, so that the scale cannot wait for the exponent."""
         return self.softcap or self.alibi
 
+    def may_defer_max(self, keys_before_rows: bool) -> bool:
+        """Whether modifiers let a row's maximum stay as it is over most of its keys, walked from the last to the first.
+
+        Args:
+            keys_before_rows: whether all keys of a block without a mask are before its rows. A bias by distance then
+                falls along the walk; elsewhere it may rise beyond all exponents within a block.
+        """
+        return keys_before_rows or not self.alibi
+
     @property
     def has_derivative(self) -> bool:
         """Whether the backward multiplies dS by the derivative of a score, which takes registers."""

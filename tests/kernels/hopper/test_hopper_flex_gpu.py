@@ -185,9 +185,11 @@ def against_f64(
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("window", [(-1, 0), (70, 0), (33, 90)])
-@pytest.mark.parametrize(("head_dim", "tile", "of_tanh"), [(128, (192, 80), (192, 64)), (64, (256, 64), (256, 64))])
+@pytest.mark.parametrize(
+    ("head_dim", "tile", "without_maximum"), [(128, (192, 80), (192, 64)), (64, (256, 64), (256, 64))]
+)
 def test_scores_in_a_window(
-    score: str, window: tuple[int, int], head_dim: int, tile: tuple[int, int], of_tanh: tuple[int, int]
+    score: str, window: tuple[int, int], head_dim: int, tile: tuple[int, int], without_maximum: tuple[int, int]
 ) -> None:
     """Through the public function: a window is an argument of the kernels, not a list."""
     torch.manual_seed(0)
@@ -196,7 +198,7 @@ def test_scores_in_a_window(
     )
     problem = problem_of(*(t.transpose(1, 2) for t in (q, k, v)), head_dim**-0.5, window)
     config = run_forward.config_of(problem, bind(SCORES[score], None, q.device)[0], None)
-    assert (config.block_m, config.block_n) == (of_tanh if "tanh" in score else tile)
+    assert (config.block_m, config.block_n) == (without_maximum if "tanh" in score or "linear" in score else tile)
     assert bool(config.program) == (score != "none") != config.across_tiles
     left, right = window
     both: Function = lambda b, h, i, j: (i - j <= left) & (j - i <= right)  # noqa: E731

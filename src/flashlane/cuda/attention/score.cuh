@@ -32,6 +32,8 @@ struct ScoreTransform {
 
     // Whether the last factor of the scores (see late_scale) is left to the exponent's FFMA.
     static constexpr bool LATE_SCALE = !TRANSFORMED || !(AT_RUN_TIME || (SOFTCAP && ALIBI));
+    // Whether a modifier keeps all scores within a bound.
+    static constexpr bool HAS_BOUND = SOFTCAP && !ALIBI && !AT_RUN_TIME;
     // The factor by which the maximum and the exponent multiply scores.
     static __device__ __forceinline__ float late_scale(const ScoreParams& p) {
         return !LATE_SCALE ? 1.f : SOFTCAP ? p.softcap_log2 : p.scale_log2;
@@ -74,6 +76,12 @@ struct ScoreTransform {
     static __device__ __forceinline__ float biased(float score, float slope, float distance) {
         if constexpr (ALIBI) score -= slope * fabsf(distance);
         return score;
+    }
+
+    // What transform_scores makes of the product of a pair at that distance, where LATE_SCALE leaves a factor.
+    static __device__ __forceinline__ float of_product(const ScoreParams& p, float product, float slope,
+                                                       float distance) {
+        return biased(SOFTCAP ? tanh_of(p, product) : product, slope, distance);
     }
 
     // The ALiBi slope of a head, in base 2; 0 without slopes.

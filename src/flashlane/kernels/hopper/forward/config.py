@@ -113,7 +113,7 @@ class HopperConfig:
     deferred_max: bool = False
     """Blocks without a mask take no row maximum: sums of exponentials show where an old one is too small."""
     bounded_score: bool = False
-    """Scores are so near to 0, by their soft cap, that it is subtracted in the place of their row's maximum."""
+    """Modifiers keep scores so near to 0 that it is subtracted in the place of their row's maximum."""
     heads_per_section: int = 0
     """Tile heads of a section of the L2 head swizzle, an argument of the launch; 0 is what ``tile_scheduler`` gives."""
     kv_splits: int = 0

@@ -169,8 +169,8 @@ struct Mainloop {
         if constexpr (Program::IS_LINEAR) return tile.row + rows.row(half) - first_key(n_block);
         return Score::HAS_DISTANCE ? position[half] - n_block * BLOCK_N : 0;
     }
-    // Applies modifiers and a linear program to the scores of an n-block, but for the terms `offset` of the rows. `side`
-    // is that of transform_scores (attention/score.cuh).
+    // Applies modifiers and a linear program to the scores of an n-block, but for the terms `offset` of its rows.
+    // `side` is that of transform_scores (attention/score.cuh).
     __device__ __forceinline__ void modify_scores(int n_block, int side, float (&offset)[2]) {
         float distance[2];
 #pragma unroll
@@ -258,7 +258,7 @@ struct Mainloop {
     // What modifiers and a linear program make of the product of a row's query and a key, in the unit of late_scale.
     __device__ __forceinline__ float modified(float product, int half, float distance) const {
         if constexpr (Program::IS_LINEAR) return fmaf(-slope[half], distance, product);
-        return Score::biased(Score::SOFTCAP ? Score::tanh_of(p.score, product) : product, slope[half], distance);
+        return Score::of_product(p.score, product, slope[half], distance);
     }
     // The scores of `lost` rows are computed again, as their exponentials overflowed: their maximum first, then P. That
     // is so rare that it may be slow; unrolled, it would take registers from the loop over n-blocks.

@@ -59,14 +59,14 @@ constexpr float LEAST_MAX = -1e38f;
 constexpr bool BOUNDED = (Program::IS_BOUNDED || cfg::BOUNDED_SCORE) && is_same<Element, __nv_bfloat16>;
 constexpr float BOUNDED_MAX = Program::CENTRE / Program::FACTOR;  // in the unit of Program::score; 0 without a program
 static_assert(!cfg::BOUNDED_SCORE ||
-              (Score::SOFTCAP && Score::LATE_SCALE && !Program::HAS_SCORE && !cfg::DEFERRED_MAX && cfg::ACROSS_TILES));
+              (Score::HAS_BOUND && !Program::HAS_SCORE && !cfg::DEFERRED_MAX && cfg::ACROSS_TILES));
 // Whether blocks without a mask have a softmax of their own, in which each score and its exponential are one chain. By
 // lists, the tiles of small heads have too few registers for two forms.
 constexpr bool FUSED_UNMASKED = BOUNDED && Program::HAS_SCORE && (!cfg::BLOCK_LISTS || HEAD_DIM > 64 || COLUMNS_V > 64);
 // Whether the scores of a row and n-block have a term in common, which is added to the maximum instead of to them.
 constexpr bool ROW_OFFSET = Score::HAS_DISTANCE || Program::IS_LINEAR;
-// A deferred maximum needs K and Q until the end of a step's softmax. With ALiBi it needs a window whose right side is 0:
-// blocks without a mask then lie before their rows, and the bias falls from the first block on.
+// A deferred maximum needs K and Q until the end of a step's softmax. With a bias by distance it needs a window whose
+// right side is 0: blocks without a mask then lie before their rows, and the bias falls from the first block on.
 static_assert(!cfg::DEFERRED_MAX ||
               (cfg::ONE_BARRIER && Score::LATE_SCALE && (cfg::ACROSS_TILES || Program::IS_LINEAR) &&
                (!Program::HAS_SCORE || Program::IS_LINEAR) && (!Score::HAS_DISTANCE || cfg::HAS_RIGHT)));

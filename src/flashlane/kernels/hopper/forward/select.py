@@ -240,15 +240,14 @@ def _is_crowded(problem: AttentionProblem) -> bool:
 def may_defer_max(problem: AttentionProblem) -> bool:
     """Whether blocks without a mask can leave out their row maximum, where the tile has a deferred maximum.
 
-    Scores under a soft cap can; scores with an ALiBi bias where all keys of such a block are before the rows, so that
-    they fall from the first block on. Both leave too few registers next to what crowds them, caches and pages.
+    With modifiers it takes more registers than there are next to what crowds them, caches and pages.
     """
     score, seqlen = ScoreConfig.of(problem), SeqlenConfig.of(problem)
     if not score.transformed:
         return True
     if _is_crowded(problem) or seqlen.cache or seqlen.paged:
         return False
-    return score.softcap or problem.window_right == 0
+    return score.may_defer_max(problem.window_right == 0)
 
 
 def has_wide_window(problem: AttentionProblem) -> bool:

@@ -108,7 +108,7 @@ class ShapeClass:
     loaded_plain: tuple[TileShape, ...] = ()
     """The same with caches or with pages that boxes fit, in place of :attr:`loaded`."""
     capped_plain: tuple[TileShape, ...] = ()
-    """Those of :attr:`plain` with a soft cap, where the others spill in their loops; all of them if empty."""
+    """Those of :attr:`plain` where a score has a derivative, and the others spill or lose; all of them if empty."""
 
     @property
     def few_rows_without_modifier(self) -> TileShape:
@@ -182,6 +182,7 @@ CLASSES = (
         plain=(*map(_deferred, (M192N64S3, M128N128S3, _ping_pong(M128N128S3), _in_clusters(M192N80S3))),
                _early(M64N128S3)),
         loaded_plain=(_deferred(M128N128S3),),
+        capped_plain=(_deferred(M192N64S3), _deferred(_in_clusters(M192N80S3)), _early(M64N128S3)),
     ),
     ShapeClass(
         192, 128, M64N96S2,
