@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashlane.core.arch import DTYPE_NAMES
+from flashlane.core.arch import DTYPE_NAMES, compute_dtype
 
 if TYPE_CHECKING:
     from flashlane.core.problem import Inputs
@@ -156,6 +156,68 @@ def check_equal_lengths(k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise ValueError unless k and v have the same axes before the heads."""
     if k.shape[:-2] != v.shape[:-2]:
         raise ValueError(f"v has shape {tuple(v.shape)} and k has {tuple(k.shape)}; their lengths must be equal")
+
+
+def result_shapes(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The shapes of the output and the LSE: (b, sq, h, dv) and (b, h, sq), or without b for varlen."""
+    *batch, seqlen, heads, _ = q.shape
+    return (*batch, seqlen, heads, v.shape[-1]), (*batch, heads, seqlen)
+
+
+def results_agree(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    do: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+) -> bool:
+    """Whether tensors are what a forward of q and v gives, and the gradients of that: see :func:`check_results`."""
+    of_out, of_lse = result_shapes(q, v)
+    device, single = q.device, compute_dtype(q.dtype)
+    return (
+        out.shape == of_out == do.shape
+        and lse.shape == of_lse
+        and out.dtype is q.dtype is do.dtype
+        and lse.dtype is single
+        and out.device == lse.device == do.device == device
+        and (dlse is None or (dlse.shape == of_lse and dlse.dtype is single and dlse.device == device))
+    )
+
+
+def check_results(
+    inputs: Inputs, out: Any, lse: Any, do: Any, dlse: Any | None = None, *, any_float: bool = False
+) -> None:
+    """Check what a backward reads of its forward: the output, the LSE, and the gradients of both.
+
+    Args:
+        inputs: the tensors of the call, which were checked.
+        out: of shape (b, sq, h, dv), or (total_q, h, dv) for varlen, with the dtype of q.
+        lse: of shape (b, h, sq), or (h, total_q) for varlen; f32, and f64 of f64 inputs.
+        do: as ``out``.
+        dlse: as ``lse``, or None.
+        any_float: whether they may have any floating-point dtype, as the reference algorithms take them.
+
+    Raises:
+        TypeError: one is no tensor with strides, or has another dtype.
+        ValueError: one has another shape, or is on another device than q.
+    """
+    q, v = inputs.q, inputs.v
+    of_out, of_lse = result_shapes(q, v)
+    single = compute_dtype(q.dtype)
+    given = (("out", out, of_out, q.dtype), ("lse", lse, of_lse, single), ("do", do, of_out, q.dtype))
+    for name, t, shape, dtype in (*given, ("dlse", dlse, of_lse, single)):
+        if t is None and name == "dlse":
+            continue
+        check_strided(name, t)
+        if any_float and not t.is_floating_point():
+            raise TypeError(f"{name} has dtype {t.dtype}; it must be a floating-point one")
+        if not any_float and t.dtype != dtype:
+            raise TypeError(f"{name} has dtype {t.dtype}; it must be {dtype}, as q is {q.dtype}")
+        if tuple(t.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {shape}")
+        if t.device != q.device:
+            raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must agree")
 
 
 def check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], bool], q: torch.Tensor) -> None:

@@ -130,36 +130,3 @@ def check_outputs(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tenso
     lse_shape = (problem.batch, problem.heads, problem.seqlen_q)
     if tuple(lse.shape) != lse_shape or str(lse.dtype) != "torch.float32" or not lse.is_contiguous():
         raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}; it must be contiguous torch.float32 {lse_shape}")
-
-
-def check_gradient_inputs(
-    problem: AttentionProblem,
-    inputs: Inputs,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    do: torch.Tensor,
-    dlse: torch.Tensor | None = None,
-) -> None:
-    """What a backward kernel reads besides the inputs must be of their call: output, LSE and their gradients."""
-    import torch
-
-    *outer, heads, _ = inputs.q.shape
-    shape = (*outer, heads, problem.head_dim_v)
-    logs = (heads, *outer) if problem.varlen else (outer[0], heads, outer[1])
-    single = torch.float32
-    if (
-        out.shape == shape == do.shape
-        and lse.shape == logs
-        and out.dtype == problem.dtype == do.dtype
-        and lse.dtype == single
-        and (dlse is None or (dlse.shape == logs and dlse.dtype == single))
-    ):
-        return
-    for name, tensor, shape_wanted, dtype in (
-        ("out", out, shape, problem.dtype),
-        ("do", do, shape, problem.dtype),
-        ("lse", lse, logs, single),
-        ("dlse", dlse, logs, single),
-    ):
-        if tensor is not None and (tuple(tensor.shape) != shape_wanted or tensor.dtype != dtype):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} {shape_wanted}")

@@ -14,7 +14,6 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 
 from flashlane.core import dispatch
-from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import (
     DIFFERENTIABLE,
     AttentionProblem,
@@ -24,7 +23,7 @@ from flashlane.core.problem import (
     tensors_of,
 )
 from flashlane.core.registry import Kernel, RepeatBackward
-from flashlane.core.validate import check_no_gradient
+from flashlane.core.validate import check_no_gradient, results_agree
 from flashlane.ops import call_cache, execute, schema, torch_rules
 from flashlane.ops.call_cache import OutAndLse, Results
 from flashlane.ops.watched import is_observed, is_watched
@@ -120,12 +119,11 @@ def repeated_gradients(
     """The gradients of a call that is like that of a cache entry, from an output and an LSE of any origin.
 
     They are those of q, k and v alone if ``inputs`` has no other tensors. The result is None, and nothing was launched,
-    if the entry's launches do not fit, for example because a tensor has another shape or dtype than in its call.
+    if the entry's launches do not fit, for example because a tensor has another shape, dtype or device than in its
+    call.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    if (out.shape, lse.shape) != call_cache.shapes(q, v) or do.shape != out.shape:
-        return None
-    if not (out.dtype is do.dtype is q.dtype and lse.dtype is compute_dtype(q.dtype)):
+    if not results_agree(q, v, out, lse, do):
         return None
     repeat = entry.repeat_backward or _prepare_backward(entry, inputs)
     return repeat(q, k, v, out, lse, do, None, None if inputs.alone else inputs)

@@ -34,7 +34,7 @@ from flashlane.core.problem import (
 )
 from flashlane.core.registry import Kernel, RepeatBackward
 from flashlane.core.tensor_guard import tensor_guard
-from flashlane.core.validate import check_contents
+from flashlane.core.validate import check_contents, result_shapes
 from flashlane.jit import launch
 
 Results = tuple[torch.Tensor, torch.Tensor]
@@ -260,15 +260,9 @@ def _saving(
     )
 
 
-def shapes(q: torch.Tensor, v: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The shapes of the output and the LSE: (b, sq, h, dv) and (b, h, sq), or without b for varlen."""
-    *batch, seqlen, heads, _ = q.shape
-    return (*batch, seqlen, heads, v.shape[-1]), (*batch, heads, seqlen)
-
-
 def allocate(q: torch.Tensor, v: torch.Tensor) -> Results:
     """Output and LSE of a call, uninitialised."""
-    out, lse = shapes(q, v)
+    out, lse = result_shapes(q, v)
     return q.new_empty(out), q.new_empty(lse, dtype=compute_dtype(q.dtype))
 
 

@@ -18,6 +18,7 @@ import torch
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype, gradient_dtypes
 from flashlane.core.problem import CACHE_FIELDS, AttentionProblem, Gradients, Inputs
+from flashlane.core.validate import check_results
 from flashlane.reference.masks import SequenceBatch, sequence_batches, tiles
 from flashlane.reference.score import (
     add_pair_gradients,
@@ -202,9 +203,9 @@ def tiled_backward(
     Args:
         problem: the attention problem.
         inputs: the tensors of the call.
-        out: its output ``(b, sq, h, dv)``.
+        out: its output ``(b, sq, h, dv)``, in the inputs' dtype or a wider one, any strides.
         lse: its LSE ``(b, h, sq)``, f32 or f64.
-        do: gradient of ``out``, any strides.
+        do: gradient of ``out``, any float type and strides.
         dlse: gradient of ``lse``, or None.
         bias_grad: whether the bias' gradient is wanted; it is summed over the axes that the bias broadcasts along.
         dtypes: of dQ, and of dK and dV; those of the inputs by default.
@@ -217,7 +218,9 @@ def tiled_backward(
 
     Raises:
         NotImplementedError: k and v are a key/value cache.
+        TypeError, ValueError: an argument is not of this call: see :func:`~flashlane.core.validate.check_results`.
     """
+    check_results(inputs, out, lse, do, dlse, any_float=True)
     cached = [name for name in CACHE_FIELDS if getattr(inputs, name) is not None]
     if cached:
         raise NotImplementedError(f"{cached[0]} is given; attention over a key/value cache has no gradients")
@@ -313,13 +316,20 @@ class TiledBackward(registry.BackwardKernel):
         return None
 
     def run(
-        self, *call: Any, bias_grad: bool = True, forward: registry.Kernel | None = None, config: None = None
+        self,
+        problem: AttentionProblem,
+        *call: Any,
+        bias_grad: bool = True,
+        forward: registry.Kernel | None = None,
+        config: None = None,
     ) -> Gradients:
-        return tiled_backward(*call, bias_grad=bias_grad)
+        check_results(*call)
+        return tiled_backward(problem, *call, bias_grad=bias_grad)
 
     def run_f32(
         self, problem: AttentionProblem, *call: Any, f32_dq: bool, forward: registry.Kernel | None = None
     ) -> Gradients:
+        check_results(*call)
         return tiled_backward(problem, *call, bias_grad=False, dtypes=gradient_dtypes(problem.dtype, f32_dq))
 
 

@@ -24,12 +24,12 @@ from flashlane.api.functional import (
     flash_attn_with_kvcache,
 )
 from flashlane.api.kvcache import capacity_of
-from flashlane.core.arch import arch_of, compute_dtype
+from flashlane.core.arch import arch_of
 from flashlane.core.problem import CallOptions, Inputs
-from flashlane.core.validate import check_cu_seqlens, check_strided, contiguous, whole_number
+from flashlane.core.validate import check_cu_seqlens, check_results, check_strided, contiguous, whole_number
 from flashlane.integrations.flash_attn.lengths import check_used
 from flashlane.ops import call as ops
-from flashlane.ops import call_cache, schema
+from flashlane.ops import schema
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -243,7 +243,8 @@ def _backward(
     into: tuple[torch.Tensor | None, ...],
 ) -> None:
     problem = ops.problem_of(inputs, names=_NAMES, **options._asdict())
-    _check_results(inputs, {"dout": dout, "out": out, "softmax_lse": lse})
+    with ops.errors_by({"do": "dout", "lse": "softmax_lse"}):
+        check_results(inputs, out, lse, dout)
     for name, target, like in zip(("dq", "dk", "dv"), into, (inputs.q, inputs.k, inputs.v), strict=True):
         if target is not None:
             check_strided(name, target)
@@ -254,19 +255,3 @@ def _backward(
     for target, gradient in zip(into, found, strict=False):
         if target is not None:
             target.copy_(gradient)
-
-
-def _check_results(inputs: Inputs, given: dict[str, Any]) -> None:
-    """Check what a backward reads of a forward: the gradient of the output, the output, and the LSE."""
-    q = inputs.q
-    of_out, of_lse = call_cache.shapes(q, inputs.v)
-    for name, t in given.items():
-        is_lse = name == "softmax_lse"
-        dtype, shape = (compute_dtype(q.dtype), of_lse) if is_lse else (q.dtype, of_out)
-        check_strided(name, t)
-        if t.dtype != dtype:
-            raise TypeError(f"{name} has dtype {t.dtype}; it must be {dtype}, as q is {q.dtype}")
-        if tuple(t.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {shape}")
-        if t.device != q.device:
-            raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must agree")

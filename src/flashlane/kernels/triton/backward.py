@@ -19,8 +19,8 @@ import torch
 from flashlane.core.arch import gradient_dtypes
 from flashlane.core.problem import TENSORS, AttentionProblem, Gradients, Inputs
 from flashlane.core.registry import BackwardKernel, Kernel, register
+from flashlane.core.validate import check_results
 from flashlane.kernels.features import CACHE, PAGED
-from flashlane.kernels.params import check_gradient_inputs
 from flashlane.kernels.triton import backward_configs as configs
 from flashlane.kernels.triton.backward_configs import PRECISIONS, BackwardConfig, Tile, padded
 from flashlane.kernels.triton.forward_configs import shared_limit, unit_of
@@ -89,7 +89,8 @@ def triton_backward(
         are 0.
 
     Raises:
-        ValueError: a tensor has a shape or dtype that the call does not give it, or the precision is unknown.
+        TypeError, ValueError: an argument is not of this call (:func:`~flashlane.core.validate.check_results`), or the
+            precision is unknown.
         NotImplementedError: :func:`supports_backward` gives a reason.
     """
     if torch.is_grad_enabled():
@@ -103,7 +104,7 @@ def triton_backward(
     key = dtypes, *_facts(problem, inputs, out, lse, do, dlse, bias_grad, precision, config)
     prepared = _prepared.get(key)
     if prepared is None:
-        check_gradient_inputs(problem, inputs, out, lse, do, dlse)
+        check_results(inputs, out, lse, do, dlse)
         reason = supports_backward(problem)
         if reason is not None:
             raise NotImplementedError(f"the Triton backward cannot run {problem.describe()}: {reason}")
@@ -139,8 +140,8 @@ def _facts(
         (q.shape, out.shape, do.shape, lse.shape, out.dtype, do.dtype, lse.dtype),
         # Launches are kept for tensors that start on 16 bytes, or do not.
         tuple(t.data_ptr() % 16 == 0 for t in (q, k, v, out, do)),
-        q.device.index,
-        None if dlse is None else (dlse.stride(), dlse.shape, dlse.dtype),
+        (q.device, out.device, lse.device, do.device),
+        None if dlse is None else (dlse.stride(), dlse.shape, dlse.dtype, dlse.device),
     )
     if problem.varlen:
         facts += (k.shape[0],)

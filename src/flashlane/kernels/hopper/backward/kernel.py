@@ -25,6 +25,7 @@ from flashlane.core.registry import (
     memoised,
     register,
 )
+from flashlane.core.validate import check_results
 from flashlane.jit import KernelSource, launch
 from flashlane.kernels.features import VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH, SMS
@@ -35,7 +36,6 @@ from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.launch import schedule as one_cta_schedule
 from flashlane.kernels.hopper.backward.select import config_of
 from flashlane.kernels.hopper.backward.split_q import split_of
-from flashlane.kernels.params import check_gradient_inputs
 from flashlane.kernels.score import SCORE_FEATURES, ScoreConfig, row_gradients_without_keys
 
 if TYPE_CHECKING:
@@ -198,10 +198,10 @@ def hopper_backward(
         belong to no sequence contribute nothing, and their own are 0.
 
     Raises:
-        ValueError: a tensor has another shape or dtype than its part of the call.
+        TypeError, ValueError: an argument is not of this call: see :func:`~flashlane.core.validate.check_results`.
         NotImplementedError: :func:`supports` gives a reason.
     """
-    check_gradient_inputs(problem, inputs, out, lse, do, dlse)
+    check_results(inputs, out, lse, do, dlse)
     q, k = inputs.q, inputs.k
     prepared = prepared_of(config, problem, q.shape, k.shape, q.device.index)
     return _run(prepared, problem, inputs, out, lse, do, dlse)
@@ -320,7 +320,7 @@ class HopperBackward(BackwardKernel, CompiledKernel):
     def run_f32(
         self, problem: AttentionProblem, inputs: Inputs, *call: Any, f32_dq: bool, forward: Kernel | None = None
     ) -> Gradients | None:
-        check_gradient_inputs(problem, inputs, *call)
+        check_results(inputs, *call)
         q, k = inputs.q, inputs.k
         prepared = prepared_of_rank(problem, None, f32_dq, q.shape, k.shape, q.device.index)
         return None if prepared is None else _run(prepared, problem, inputs, *call)
