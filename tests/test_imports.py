@@ -38,8 +38,10 @@ class Import:
 
     source: str
     target: str
-    late: bool
+    late: bool = False
     """Whether it is inside a function, so that it runs when that is called."""
+    typing: bool = False
+    """Whether only a type checker reads it: it may close a circle, but not name what lies above."""
 
     @property
     def packages(self) -> tuple[str, str]:
@@ -55,27 +57,27 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of(source: str, path: Path, modules: dict[str, Path]) -> Iterator[Import]:
-    """The imports of a module that run, those for type checkers left out."""
+    """The imports of a module, wherever they stand in it."""
 
-    def walk(node: ast.AST, late: bool) -> Iterator[Import]:
+    def walk(node: ast.AST, late: bool, typing: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                for other in child.orelse:
-                    yield from walk(other, late)
+                for nodes, for_types in ((child.body, True), (child.orelse, typing)):
+                    yield from walk(ast.Module(nodes, []), late, for_types)
                 continue
             if isinstance(child, ast.Import):
                 for alias in child.names:
                     if alias.name.split(".")[0] == NAME:
-                        yield Import(source, alias.name, late)
+                        yield Import(source, alias.name, late, typing)
             if isinstance(child, ast.ImportFrom):
                 assert not child.level, f"{source} has a relative import"
                 if child.module and child.module.split(".")[0] == NAME:
                     for alias in child.names:
                         full = f"{child.module}.{alias.name}"
-                        yield Import(source, full if full in modules else child.module, late)
-            yield from walk(child, late or isinstance(child, ast.FunctionDef | ast.Lambda))
+                        yield Import(source, full if full in modules else child.module, late, typing)
+            yield from walk(child, late or isinstance(child, ast.FunctionDef | ast.Lambda), typing)
 
-    yield from walk(ast.parse(path.read_text(encoding="utf-8")), late=False)
+    yield from walk(ast.parse(path.read_text(encoding="utf-8")), late=False, typing=False)
 
 
 def every_import() -> list[Import]:
@@ -89,6 +91,7 @@ def test_every_package_has_its_level() -> None:
 
 
 def test_the_packages_of_the_library_import_only_those_below() -> None:
+    """Nor do they name the types of those above, for which nothing is imported at run time."""
     wrong = []
     for each in every_import():
         source, target = each.packages
@@ -100,7 +103,7 @@ def test_the_packages_of_the_library_import_only_those_below() -> None:
 
 
 def test_the_core_imports_jit_only_where_it_compiles() -> None:
-    assert all(each.late for each in every_import() if each.packages == ("core", "jit"))
+    assert all(each.late or each.typing for each in every_import() if each.packages == ("core", "jit"))
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:
@@ -125,7 +128,7 @@ def test_no_circle_of_modules_and_none_of_packages() -> None:
     edges: dict[str, set[str]] = {}
     packages: dict[str, set[str]] = {}
     for each in every_import():
-        if each.late:
+        if each.late or each.typing:
             continue
         edges.setdefault(each.source, set()).add(each.target)
         source, target = each.packages

@@ -16,9 +16,10 @@ import torch
 from kvcache_steps import Kind, Step, drawn, kind, update_of
 
 from flashlane import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flashlane.api.kvcache import Update, update_in_torch
+from flashlane.api.kvcache import update_in_torch
 from flashlane.api.rotary import rotate
 from flashlane.core import registry
+from flashlane.core.cache_update import CacheUpdate
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import Kernel
 
@@ -437,7 +438,7 @@ def test_compiles_in_one_graph() -> None:
 @pytest.mark.parametrize("step", [Step(), Step(rotary=16, page_size=8, causal=True)], ids=["plain", "rotary"])
 def test_the_operator_keeps_the_rules_of_torch(step: Step) -> None:
     update = update_of(step, torch.float32, "cpu")
-    values = tuple(getattr(update, name) for name in Update.__dataclass_fields__)
+    values = tuple(getattr(update, name) for name in CacheUpdate.__dataclass_fields__)
     torch.library.opcheck(torch.ops.flashlane.update_cache, values)
 
 
@@ -516,7 +517,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from flashlane.kernels.triton import cache_update
-from flashlane.api.kvcache import Update
+from flashlane.core.cache_update import CacheUpdate
 
 def tensor(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, device="meta", dtype=dtype)
@@ -528,8 +529,8 @@ for angles, batch_idx, block_table, interleaved, count in (
     (tensor(800, 32), None, table, False, 40),
 ):
     new, cache = tensor(2, count, 2, 96), tensor(50, 16, 2, 96)
-    update = Update(tensor(2, count, 8, 96), cache, cache, new, new, lengths, angles, angles, batch_idx, block_table,
-                    interleaved, True)
+    update = CacheUpdate(tensor(2, count, 8, 96), cache, cache, new, new, lengths, angles, angles, batch_idx,
+                         block_table, interleaved, True)
     launch = cache_update._make(update)
     absent = {"cos": angles, "sin": angles}
     kinds = {n: "*i32" if n in ("seqused", "lengths") else "*bf16"

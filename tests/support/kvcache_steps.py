@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlane.api.kvcache import Update
+from flashlane.core.cache_update import CacheUpdate
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ def drawn(of: Kind, seed: int) -> Step:
     )
 
 
-def update_of(step: Step, dtype: torch.dtype, device: str) -> Update:
+def update_of(step: Step, dtype: torch.dtype, device: str) -> CacheUpdate:
     arguments = step.arguments(dtype, device)
-    return Update(
+    return CacheUpdate(
         *(arguments[name] for name in ("q", "k_cache", "v_cache", "k", "v", "cache_seqlens")),
         arguments.get("rotary_cos"),
         arguments.get("rotary_sin"),

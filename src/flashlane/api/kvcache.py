@@ -8,7 +8,7 @@ the host) reads and writes nothing outside the cache: rows past its end are not 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flashlane.api.rotary import rotate
 from flashlane.core import dispatch, registry
 from flashlane.core.arch import no_autocast
+from flashlane.core.cache_update import CacheUpdate
 from flashlane.core.problem import Inputs, tensors_of
 from flashlane.core.validate import (
     axes_of,
@@ -55,46 +56,17 @@ _library.define(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What is appended to a cache, and how q and the new k are rotated before.
+def run_update(update: CacheUpdate, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
+    """Append to the cache in place, and fill what :meth:`CacheUpdate.allocate` gave.
 
-    Row i of the new k and v goes to row ``cache_seqlens + i`` of each sequence, and is rotated for that position; row
-    i of q for position ``cache_seqlens + i`` with ``advance``, else for ``cache_seqlens``.
+    One launch on a GPU that has Triton.
     """
+    if update.q.is_cuda and _has_triton():
+        from flashlane.kernels.triton import cache_update
 
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    cache_seqlens: torch.Tensor
-    cos: torch.Tensor | None
-    sin: torch.Tensor | None
-    batch_idx: torch.Tensor | None
-    block_table: torch.Tensor | None
-    interleaved: bool
-    advance: bool
-
-    @property
-    def capacity(self) -> int:
-        """Rows that a sequence may have."""
-        rows = self.k_cache.shape[1]
-        return rows if self.block_table is None else rows * self.block_table.shape[1]
-
-    def allocate(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the rotated q (empty where nothing is rotated) and for the lengths after appending."""
-        shape = self.q.shape if self.cos is not None else (0,)
-        return self.q.new_empty(shape), torch.empty_like(self.cache_seqlens)
-
-    def run(self, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
-        """Append to the cache in place and fill what :meth:`allocate` gave: one launch on a GPU that has Triton."""
-        if self.q.is_cuda and _has_triton():
-            from flashlane.kernels.triton import cache_update
-
-            cache_update.launch(self, q_out, seqused)
-        else:
-            update_in_torch(self, q_out, seqused)
+        cache_update.launch(update, q_out, seqused)
+    else:
+        update_in_torch(update, q_out, seqused)
 
 
 @functools.cache
@@ -107,8 +79,8 @@ def _has_triton() -> bool:
 
 
 @torch.no_grad()
-def update_in_torch(update: Update, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
-    """:meth:`Update.run` in torch operations, on any device."""
+def update_in_torch(update: CacheUpdate, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
+    """:func:`run_update` in torch operations, on any device."""
     lengths, count = update.cache_seqlens.long(), update.k.shape[1]
     torch.clamp(update.cache_seqlens + count, max=update.capacity, out=seqused)
     rows = lengths[:, None] + torch.arange(count, device=lengths.device)
@@ -133,7 +105,7 @@ def update_in_torch(update: Update, q_out: torch.Tensor, seqused: torch.Tensor) 
         cache[at] = torch.where(inside[:, :, None, None], new, kept)
 
 
-def _places(update: Update, cache: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(update: CacheUpdate, cache: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices of the first two axes of a cache for rows ``(b, n)`` of its sequences."""
     if update.block_table is not None:
         size = cache.shape[1]
@@ -143,7 +115,7 @@ def _places(update: Update, cache: torch.Tensor, rows: torch.Tensor) -> tuple[to
     return torch.arange(len(rows), device=rows.device)[:, None].expand_as(rows), rows
 
 
-def _check_places(update: Update, sequences: torch.Tensor) -> None:
+def _check_places(update: CacheUpdate, sequences: torch.Tensor) -> None:
     """Raise ValueError unless the rows to be written lie in the cache; only where nothing waits for a GPU to know."""
     most = update.k_cache.shape[0]
     if type(sequences) is torch.Tensor and sequences.is_cpu and bool(((sequences < 0) | (sequences >= most)).any()):
@@ -152,16 +124,16 @@ def _check_places(update: Update, sequences: torch.Tensor) -> None:
 
 
 def _operator(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    update = Update(*args)
+    update = CacheUpdate(*args)
     _check_lengths(update)
     made = update.allocate()
-    update.run(*made)
+    run_update(update, *made)
     return made
 
 
 def _vmap_update(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     """One call after another, each on its own slices of the caches, which are written in place."""
-    for name, dim in zip(Update.__dataclass_fields__, in_dims, strict=False):
+    for name, dim in zip(CacheUpdate.__dataclass_fields__, in_dims, strict=False):
         if name in ("k_cache", "v_cache") and dim is None:
             raise ValueError(f"{name} is the same for every call of torch.vmap, and all would append to it; map it too")
     return torch_rules.one_by_one(torch.ops.flashlane.update_cache, info.batch_size, in_dims, args)
@@ -180,7 +152,7 @@ def _above_autograd(keyset: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor
 
 _library.impl("update_cache", _operator, "CompositeExplicitAutograd")
 _library.impl("update_cache", _above_autograd, "Autograd", with_keyset=True)
-torch.library.register_fake("flashlane::update_cache", lambda *args: Update(*args).allocate(), lib=_library)
+torch.library.register_fake("flashlane::update_cache", lambda *args: CacheUpdate(*args).allocate(), lib=_library)
 torch.library.register_vmap("flashlane::update_cache", _vmap_update, lib=_library)
 
 
@@ -223,19 +195,19 @@ def attend_cache(
             return ops.attend(inputs, kernel=kernel, names=NAMES, **options)
         advance = any(side >= 0 for side in window_sides(options["window_size"], options["causal"]))
         rotary = (_rows_contiguous(rotary_cos), _rows_contiguous(rotary_sin))
-        update = Update(q, k_cache, v_cache, k, v, seqused, *rotary, batch_idx, table, rotary_interleaved, advance)
+        update = CacheUpdate(q, k_cache, v_cache, k, v, seqused, *rotary, batch_idx, table, rotary_interleaved, advance)
         if not torch.compiler.is_compiling() and holds_numbers(seqused):
             _check_lengths(update)
         return _append_and_attend(update, inputs, kernel, options)
 
 
 def _append_and_attend(
-    update: Update, inputs: Inputs, kernel: str | None, options: dict[str, Any]
+    update: CacheUpdate, inputs: Inputs, kernel: str | None, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if is_observed() or not holds_numbers(update.q, update.k_cache, update.v_cache, update.cache_seqlens):
         if not torch.compiler.is_compiling():
             _check_before(update, inputs, kernel, options)
-        values = (getattr(update, name) for name in Update.__dataclass_fields__)
+        values = (getattr(update, name) for name in CacheUpdate.__dataclass_fields__)
         q_out, seqused = torch.ops.flashlane.update_cache(*values)
         q_out = update.q if update.cos is None else q_out
         return ops.attend(replace(inputs, q=q_out, seqused_k=seqused), kernel=kernel, names=_NAMES_AFTER, **options)
@@ -245,11 +217,11 @@ def _append_and_attend(
     inputs = replace(inputs, q=update.q if update.cos is None else q_out, seqused_k=seqused)
     problem = ops.problem_of(inputs, names=_NAMES_AFTER, **options)
     dispatch.select(problem, kernel)
-    update.run(q_out, seqused)
+    run_update(update, q_out, seqused)
     return ops.attend(inputs, kernel=kernel, names=_NAMES_AFTER, **options)
 
 
-def _check_before(update: Update, inputs: Inputs, kernel: str | None, options: dict[str, Any]) -> None:
+def _check_before(update: CacheUpdate, inputs: Inputs, kernel: str | None, options: dict[str, Any]) -> None:
     """Check an observed call before the cache is written to: as a whole, or all but contents where there are none."""
     if not holds_numbers(*(t for t in tensors_of(inputs) if t is not None)):
         ops.check(inputs, kernel, names=_NAMES_AFTER, **options)
@@ -371,7 +343,7 @@ def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int
     return True
 
 
-def _check_lengths(update: Update) -> None:
+def _check_lengths(update: CacheUpdate) -> None:
     """Raise ValueError unless the new rows fit and the tables have the positions of q; only of lengths on the CPU."""
     lengths, count, rows = update.cache_seqlens, update.k.shape[1], update.q.shape[1]
     if not lengths.is_cpu:

@@ -4,7 +4,8 @@ A program owns BT rows of one head, of the new k and v or (where there is rotary
 partner, so that both pairings are one code: ``x * cos ± partner * sin``. Rows past the end of the cache
 are not stored. Importing this module imports Triton.
 
-Source: Su et al. 2021, "RoFormer", section 3.2.2; the semantics are those of :class:`flashlane.api.kvcache.Update`.
+Source: Su et al. 2021, "RoFormer", section 3.2.2; the semantics are those of
+:class:`flashlane.core.cache_update.CacheUpdate`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flashlane.kernels.triton.launch import Launch
 from flashlane.kernels.triton.sequences import KeyArguments, cache_row, paged_rows
 
 if TYPE_CHECKING:
-    from flashlane.api.kvcache import Update
+    from flashlane.core.cache_update import CacheUpdate
 
 _AXES = ("batch", "row", "head", "column")
 _STRIDED = ("q", "k", "v", "k_cache", "v_cache")
@@ -206,7 +207,7 @@ def update_cache(
         tl.store(q_to[:, None] + q_columns[None, :], q_new, mask=q_mask)
 
 
-def _make(update: Update) -> Launch:
+def _make(update: CacheUpdate) -> Launch:
     rotary = update.cos is not None
     heads, kv_heads = update.q.shape[2], update.k.shape[2]
     count = max(update.k.shape[1], update.q.shape[1] if rotary else 0, 1)
@@ -253,7 +254,7 @@ LAUNCHES_KEPT = 1024
 _launches: dict[tuple[Any, ...], Launch] = {}
 
 
-def launch(update: Update, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
+def launch(update: CacheUpdate, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
     """Append to the cache, and fill the rotated q ``(b, sq, h, d)`` (where there is rotary) and the new lengths."""
     tensors = (update.q, update.k, update.v, update.k_cache, update.v_cache)
     facts = tuple((t.shape, t.stride(), t.data_ptr() & 15) for t in tensors)
