@@ -86,6 +86,11 @@ def test_a_rank_that_cannot_make_a_call_is_named_in_both_dimensions_of_a_mesh(po
         ({"layout": "spiral"}, ValueError, "layout is 'spiral'"),
         ({"heads_k_stride": 1, "method": "ring"}, NotImplementedError, "heads_k_stride is 1"),
         ({"alibi_slopes": 0.5, "method": "ring"}, NotImplementedError, "alibi_slopes is given with method 'ring'"),
+        (
+            {"alibi_slopes": 0.5, "causal": True, "slopes_grad": True},
+            TypeError,
+            "alibi_slopes is a tensor that requires",
+        ),
         ({"seqlen": 9.0}, ValueError, "seqlen is 9.0"),
         ({"window_size": (1,)}, ValueError, "window_size is"),
         ({"group": "all"}, TypeError, "group is a str"),
@@ -110,7 +115,8 @@ def test_what_is_not_computed_is_named(
 def attend_wrongly(arguments: dict[str, Any]) -> None:
     arguments = {"group": first_ranks(1), **arguments}
     if "alibi_slopes" in arguments:
-        arguments.update(alibi_slopes=torch.full((4,), arguments["alibi_slopes"]), group=first_ranks(2))
+        slopes = torch.full((4,), arguments["alibi_slopes"], requires_grad=arguments.pop("slopes_grad", False))
+        arguments.update(alibi_slopes=slopes, group=first_ranks(2))
     if "cu_seqlens" in arguments:
         q = torch.randn(4, 4, 8)
         context_parallel_attn_varlen_func(q, q, q, arguments.pop("cu_seqlens"), **arguments)

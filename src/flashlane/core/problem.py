@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from types import MappingProxyType, NoneType
@@ -418,6 +418,27 @@ class AttentionProblem:
         return CallOptions(**same, window_size=(self.window_left, self.window_right))
 
 
+def check_modifiers(given: Any, names: Iterable[str], device: torch.device, sizes: Mapping[str, int]) -> None:
+    """Check tensors that modify scores by what :class:`Inputs` declares of them.
+
+    Args:
+        given: what has the tensors, or None, under their names.
+        names: of some of :data:`MODIFIERS`.
+        device: of q.
+        sizes: of the axes that their shapes name.
+
+    Raises:
+        TypeError: one is no tensor, has another dtype, or requires a gradient that there is not.
+        ValueError: one has another shape or device.
+    """
+    for name in names:
+        if (modifier := getattr(given, name)) is not None:
+            spec = ARGUMENTS[name]
+            if not spec.differentiable:
+                check_no_gradient(name, modifier)
+            check_modifier(name, modifier, device, spec.dtype, spec.shapes, sizes, spec.broadcast)
+
+
 def check_call(inputs: Inputs, options: CallOptions, contents: bool = True) -> dict[str, Any]:
     """All checks of a call.
 
@@ -447,12 +468,7 @@ def check_call(inputs: Inputs, options: CallOptions, contents: bool = True) -> d
     left, right = window_sides(options.window_size, check_flag("causal", options.causal))
     if options.alignment not in ALIGNMENTS:
         raise ValueError(f"alignment is {options.alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
-    for name in MODIFIERS:
-        if (modifier := getattr(inputs, name)) is not None:
-            spec = ARGUMENTS[name]
-            if name in WITHOUT_GRADIENT:
-                check_no_gradient(name, modifier)
-            check_modifier(name, modifier, q.device, spec.dtype, spec.shapes, sizes, spec.broadcast)
+    check_modifiers(inputs, MODIFIERS, q.device, sizes)
     dropout_p = check_number("dropout_p", options.dropout_p, low=0.0, below=1.0)
     needs_grad = wants_grad(inputs)
     cached = [name for name in CACHE_FIELDS if getattr(inputs, name) is not None]

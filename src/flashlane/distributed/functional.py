@@ -17,10 +17,9 @@ import torch
 
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
-from flashlane.core.problem import ARGUMENTS, CallOptions, Inputs
+from flashlane.core.problem import CallOptions, Inputs, check_modifiers
 from flashlane.core.validate import (
     check_flag,
-    check_modifier,
     check_number,
     check_sizes,
     check_tensors,
@@ -95,7 +94,7 @@ def context_parallel_attn_func(
         causal: a token sees no token after its own position in the sequence.
         window_size: (left, right) in positions of the sequence, −1 for unbounded.
         softcap: when positive, scores become ``softcap * tanh(score / softcap)`` before the mask.
-        alibi_slopes: f32 ``(h,)`` or ``(b, h)``, the same on all ranks.
+        alibi_slopes: f32 ``(h,)`` or ``(b, h)``, the same on all ranks; they have no gradient.
         deterministic: whether the kernels' backward gives the same bits at every run. Sums over ranks always do.
         return_attn_probs: must be False.
         group: a process group; a DeviceMesh of one dimension; a DeviceMesh of two, whose ranks exchange keys along the
@@ -378,10 +377,7 @@ def _checked_lengths(inputs: Inputs, modifiers: Modifiers, cu_seqlens: Any, seql
         lengths = (q.shape[1] * grid.size if seqlen is None else seqlen,)
     batch = len(lengths) if varlen else q.shape[0]
     sizes = {"batch": batch, "heads": q.shape[-2]}
-    for name, t in modifiers._asdict().items():
-        if t is not None:
-            spec = ARGUMENTS[name]
-            check_modifier(name, t, q.device, spec.dtype, spec.shapes, sizes, spec.broadcast)
+    check_modifiers(modifiers, modifiers._fields, q.device, sizes)
     return lengths
 
 
