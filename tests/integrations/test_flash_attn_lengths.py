@@ -107,6 +107,13 @@ def test_rows_in_use_of_packed_sequences_and_pages_that_cannot_be_are_named() ->
         used = torch.tensor([2, 8 + (most is None)], dtype=INT32)
         with pytest.raises(ValueError, match=re.escape(f"seqused_k is {used.tolist()}; it may be 0 {message}")):
             fa4.flash_attn_varlen_func(q, pages, pages, seqused_k=used, max_seqlen_k=most, **asked)
+    used = torch.tensor([2, 3], dtype=INT32)
+    for queries in (asked, {"page_table": table}):  # packed and padded
+        rows = q if "cu_seqlens_q" in queries else q[:8].unflatten(0, (2, 4))
+        both = {**queries, "cu_seqlens_k": cu, "max_seqlen_k": 5}
+        for given in ({"seqused_k": used}, {}):
+            with pytest.raises(ValueError, match=r"^cu_seqlens_k is given with page_table, .*; it must be None"):
+                fa4.flash_attn_varlen_func(rows, pages, pages, **given, **both)
     with pytest.raises(ValueError, match=re.escape("cache_seqlens is [2, 9]; it may be 0 to 8, the rows of k_cache")):
         fa3.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=torch.tensor([2, 9], dtype=INT32), **asked)
     with pytest.raises(ValueError, match="cu_seqlens_q has 2 sequences and k_cache has 1"):

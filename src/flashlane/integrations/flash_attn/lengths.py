@@ -186,6 +186,8 @@ def attend(
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_strided(name, t)
     check_equal_lengths(k, v)
+    if page_table is not None and cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k is given with page_table, and so are the lengths, by seqused_k; it must be None")
     if page_table is not None and seqused_k is None:
         raise ValueError("seqused_k is None and page_table is given; it must be the lengths, int32 (batch,)")
     tensors = [t for t in (q, k, v, *options.values()) if isinstance(t, torch.Tensor)]
