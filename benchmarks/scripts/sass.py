@@ -1,8 +1,8 @@
 """Machine code of every shipped configuration, recorded and compared: renames and moves must leave it as it is.
 
-    python benchmarks/scripts/sass.py record --out benchmarks/results/sass_before.json
-    python benchmarks/scripts/sass.py compare benchmarks/results/sass_before.json
-    python benchmarks/scripts/sass.py summary benchmarks/results/sass_before.json --cubins FOLDER --memo FILE --out FILE
+    python benchmarks/scripts/sass.py record --out before.json
+    python benchmarks/scripts/sass.py compare before.json
+    python benchmarks/scripts/sass.py summary before.json --cubins FOLDER --memo FILE --out FILE
 
 A record holds, for each kernel and architecture, a digest of the executable sections and constant banks of every cubin,
 its registers and its shared memory. Names (of functions, files and configurations), line tables and comments are no
