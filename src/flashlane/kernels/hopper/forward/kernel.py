@@ -35,6 +35,9 @@ FEW_TILES = 8
 """So few that the mma.sync family, which splits the keys among the warps of a CTA, is ahead: one head of 64 with 1024
 keys took it 9.8 µs, and this one 16 (benchmarks/results/auto_check.json)."""
 FEW_TILES_KEYS = range(512, 1025)
+"""Keys of these problems. Only the one with 1024 keys was timed; the bounds of both were set around it. The predicted
+times of the two families are not compared: those of mma.sync are of replays of graphs, and those here of launches. By
+these mma.sync would take problems of twice as many tiles, and of fewer keys, which nobody has timed with both."""
 ROWS_BEFORE_DECODE = range(CONSUMER_ROWS // 2 + 1, CONSUMER_ROWS + 1)
 """Rows of a key/value head for which wgmma tiles are faster than the decode kernel's of mma.sync, whose time they
 double: 1.35 to 1.9 times with 64 rows, level with 32 (benchmarks/archive/forward_orders.json). Of caches with lengths

@@ -16,11 +16,16 @@ from flashlane.kernels.hopper.backward.split_q import splits_some
 from flashlane.kernels.memory_rate import on_sector
 from flashlane.kernels.score import ScoreConfig
 
-SHORT = 1024
-"""Queries up to which tiles that a mask cuts are better small."""
+SHORT_SEQUENCES = 1024
+"""Typical length of packed sequences up to which causal tiles above head dim 96 have steps of 64 queries and one stage
+of K, next to steps of 80: 1.03 times as fast in the mean of 36 problems of up to 1200 queries, 0.97 to 1.24 (notebook
+0040). It is measured, as the host knows no lengths but the longest, from which steps cannot be counted."""
 FEW_STEPS = 2048
 """Queries that see a tile under a mask, of all heads of its group, up to which what is between tiles counts most; half
-as many without a mask."""
+as many without a mask, of packed sequences. Up to it the tile of few steps was 1.02 to 1.06 times as fast at D 72 to 96
+in five causal problems (notebook 0024, benchmarks/archive/backward_main_loop.json). Above it, at D 104 to 128, dense
+causal problems keep another rule: of 12 that were timed and whose tile the predicted time would change, 7 are slower
+with that one, by up to 4 % (benchmarks/archive/backward_few_steps.json). Windows were not timed with both."""
 WITHOUT_PING_PONG = range(113, 121)
 """Head dims whose steps of 80 queries are 1 % faster without ping-pong; with 104 and 112 they are not."""
 WINDOW_STEP = (28, 12)
@@ -95,12 +100,10 @@ def pick(problem: AttentionProblem) -> OneCtaConfig:
     largest = max(problem.head_dim, problem.head_dim_v)
     wide = largest > 64
     atomics = largest <= MAX_REGISTER_ATOMICS and not problem.deterministic
-    # Score modifiers take registers that a tile of fewer queries has. Under a mask, tiles of fewer queries also make
-    # fewer products of pairs that do not see each other.
+    # Score modifiers take registers that a tile of fewer queries has.
     extras = registers_of_score(problem)
-    masked = problem.window_left >= 0 or problem.window_right >= 0
-    few = 64 if problem.window_left >= 0 or (masked and problem.seqlen_q <= SHORT) else 96 if atomics else 80
-    block_m = (few, 64, 48)[extras] if wide else (128, 96, 96)[extras]
+    masked = is_masked(problem)
+    block_m = (64, 64, 48)[extras] if wide else (128, 96, 96)[extras]
     dq: Dq = "register_atomics" if atomics else "ordered_tma_reduce_add" if problem.deterministic else "tma_reduce_add"
     tile = OneCtaConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, block_m, dq=dq)
     if problem.deterministic:
@@ -139,7 +142,7 @@ def tile_in_order(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig
 
 def finished(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     """A tile with the stores of dK and dV, zeros of dq_accum, splits and features that the problem gets with it."""
-    wide, masked = max(problem.head_dim, problem.head_dim_v) > 64, problem.window_left >= 0 or problem.window_right >= 0
+    wide, masked = max(problem.head_dim, problem.head_dim_v) > 64, is_masked(problem)
     # With score modifiers TMA stores were not timed (notebook 0025), and tiles of additions in order have them.
     if not (problem.deterministic or registers_of_score(problem)):
         staged = replace(tile, tma_stores=True)
@@ -160,6 +163,11 @@ def finished(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     return replace(tile, split_q=split, heads_inner=steps_through_heads(problem, split))
 
 
+def is_masked(problem: AttentionProblem) -> bool:
+    """Whether a causal mask or a window hides keys."""
+    return problem.window_left >= 0 or problem.window_right >= 0
+
+
 def registers_of_score(problem: AttentionProblem) -> int:
     """Registers that score modifiers take for each score; above head dim 64 a derivative takes as many as two."""
     score = ScoreConfig.of(problem)
@@ -167,8 +175,8 @@ def registers_of_score(problem: AttentionProblem) -> int:
 
 
 def wide_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
-    """The tile of head dims above 96 without score modifiers."""
-    if not problem.varlen and few_steps(problem):
+    """The tile of head dims above 96 without score modifiers; without a mask, the one with less predicted time."""
+    if not problem.varlen and (few_steps(problem) or not is_masked(problem)):
         few = tile_of_few_steps(problem, tile)
         # Without idle warps, windows had tiles as fast or faster in five problems of five (notebook 0040).
         slower = few.dq == "tma_reduce_add" if problem.window_left >= 0 else long_steps_are_faster(problem, few)
@@ -183,7 +191,7 @@ def long_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     rows = 80
     if window:
         rows = least_work(problem, tile, (80, 64), WINDOW_STEP[largest >= WITHOUT_PING_PONG.stop])
-    elif problem.varlen and problem.has_right_only and typical_length(problem) <= SHORT:
+    elif problem.varlen and problem.has_right_only and typical_length(problem) <= SHORT_SEQUENCES:
         rows = 64
     elif not problem.varlen and problem.has_right_only and not few_steps(problem):
         rows, few = least_work(problem, tile, (80, 64), WIDE_STEP), tile_of_few_steps(problem, tile)
