@@ -1,6 +1,7 @@
 """The checks of a call's arguments. Each error names the argument, what it was and what it may be.
 
-:meth:`flashlane.core.problem.AttentionProblem.from_inputs` calls them; no kernel checks a caller's arguments again.
+:meth:`flashlane.core.problem.AttentionProblem.from_inputs` calls them, and no kernel checks a caller's arguments again;
+what a backward reads of its forward is checked by the kernel that reads it (:func:`check_results`).
 """
 
 from __future__ import annotations
