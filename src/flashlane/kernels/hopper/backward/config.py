@@ -30,8 +30,6 @@ ENTRIES = {
 """The ``extern "C"`` name of each device file of this folder."""
 ROW_THREADS = 256
 """Threads of a CTA of the preprocess and the postprocess kernel."""
-SPILLS_ALLOWED = 352
-"""Bytes, stores and loads, of the largest tiles: the consumers take all registers, and the producer spills by tile."""
 ONE_CTA_HEAD_DIM = 128
 """Head dims up to which one CTA makes all gradients; accumulators of larger ones leave no registers for it."""
 MAX_HEAD_DIM = 256
@@ -116,6 +114,11 @@ class GradientConfig(ABC):
         """Bytes of one CTA."""
 
     @property
+    def spills_allowed(self) -> int:
+        """Bytes, stores and loads, that each of :meth:`gradient_sources` may spill."""
+        return 0
+
+    @property
     def gradient_regions(self) -> tuple[dict[str, int], ...]:
         """Bytes of each part of shared memory, of each of :meth:`gradient_sources`."""
         return (self.regions,)
@@ -134,7 +137,7 @@ class GradientConfig(ABC):
         first, *others = self.sources()
         regions = self.gradient_regions
         main = tuple(
-            DeviceSource(source, Resources(self.threads, sum(parts.values())), parts, SPILLS_ALLOWED)
+            DeviceSource(source, Resources(self.threads, sum(parts.values())), parts, self.spills_allowed)
             for source, parts in zip(others, regions, strict=False)
         )
         rows = Resources(ROW_THREADS, 0)

@@ -26,6 +26,9 @@ MAX_COLUMNS_V = 256
 """Columns of v of an accumulator: 128 registers a thread."""
 REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 """Registers of a producer and of a consumer thread, by the number of consumer warpgroups."""
+SPILLS_ALLOWED = {1: 0, 2: 64, 3: 52, 4: 316}
+"""Bytes of stores and loads that a configuration may spill, by the number of consumer warpgroups: all of it is between
+tiles, outside the steady loop. The most that is known (``tests/kernels/hopper/spills.json``)."""
 REGISTERS_OF_TWO_CTAS = (56, 200)
 """The same of CTAs of one consumer warpgroup, of which an SM has two."""
 TILE_CONSTANTS = ("head_dim", "head_dim_v", "columns_v", "v_slices", "block_m", "block_n", "packed_heads", "pack_gqa")
@@ -146,6 +149,11 @@ class HopperConfig:
     @property
     def registers(self) -> tuple[int, int]:
         return REGISTERS_OF_TWO_CTAS if self.ctas_per_sm == 2 else REGISTERS[self.consumers]
+
+    @property
+    def spills_allowed(self) -> int:
+        """Bytes, stores and loads, that its kernel may spill."""
+        return SPILLS_ALLOWED[self.consumers]
 
     @property
     def regions(self) -> dict[str, int]:

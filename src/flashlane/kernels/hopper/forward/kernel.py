@@ -29,8 +29,6 @@ MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 1024
 MAX_LENGTH = 1 << 30
 ABLE = (*SCORE_FEATURES, *VARLEN, *CACHE, *PAGED)
-SPILLS_ALLOWED = 320
-"""Bytes, stores and loads, all outside the steady loop: tile by tile, for the tallest tiles."""
 FEW_TILES = 8
 """So few that the mma.sync family, which splits the keys among the warps of a CTA, is ahead: one head of 64 with 1024
 keys took it 9.8 µs, and this one 16 (benchmarks/results/auto_check.json)."""
@@ -128,7 +126,7 @@ class HopperForward(DeviceKernel):
             yield config, (ARCH,)
 
     def spills_allowed(self, config: HopperConfig, arch: str) -> int:
-        return SPILLS_ALLOWED
+        return config.spills_allowed
 
     def forward(self, problem: AttentionProblem, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
         _launch(None, problem, inputs, out, lse)

@@ -42,6 +42,10 @@ ORDERED: dict[Dq, Dq] = {
 FROM_REGISTERS: tuple[Dq, ...] = ("register_atomics", "ordered_register_atomics")
 REGISTERS = ((200, (56, 224)), (216, (40, 232)), (1 << 30, (24, 240)))
 """Registers of a producer and of a consumer thread, for up to so many accumulators and operands of a consumer."""
+SPILLS_ALLOWED = {56: 0, 40: 60, 24: 348}
+"""Bytes of stores and loads that a kernel may spill, by the registers of a producer thread: it is the producer that
+spills, tile by tile, where the consumers take its registers. The most that is known
+(``tests/kernels/hopper/spills.json``)."""
 LEAST_SCALE = 1e-3
 """Scale of the scores from which on, and up to its inverse, LSE over the scale has no overflow that its row has not."""
 MIXED_HEAD_DIM = 96
@@ -220,6 +224,10 @@ class OneCtaConfig(GradientConfig):
         derivatives = self.block_m // 4 * self.score.has_derivative
         live = (self.head_dim + self.head_dim_v) // 2 + self.block_m // 2 * 2 + self.block_m // 4 + derivatives
         return next(registers for most, registers in REGISTERS if live <= most)
+
+    @property
+    def spills_allowed(self) -> int:
+        return SPILLS_ALLOWED[self.registers[0]]
 
     def gradient_sources(self) -> tuple[KernelSource, ...]:
         """``one_cta/kernel.cu`` with these constants and policies."""

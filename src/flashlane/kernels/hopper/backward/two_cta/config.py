@@ -36,6 +36,9 @@ ORDERED_RECORDS = 8
 """Records of steps where additions to dQ have an order, of Q and dO together."""
 REGISTERS = (24, 240)
 """Registers of a producer thread and of a consumer thread."""
+ZEROS_SPILL, ORDERED_SPILL = 16, 56
+"""Bytes, stores and loads, that the warp spills which also writes zeros, once a tile; and, with packed sequences, the
+two warps that release additions in order, each step."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class TwoCtaConfig(GradientConfig):
     @property
     def in_order(self) -> bool:  # type: ignore[override]
         return self.deterministic
+
+    @property
+    def spills_allowed(self) -> int:
+        return ZEROS_SPILL * self.in_kernel_zeros + ORDERED_SPILL * (self.in_order and self.varlen)
 
     @property
     def heads_first(self) -> bool:
