@@ -8,7 +8,7 @@ not: ``F.scaled_dot_product_attention`` where it takes its flash backend, ``torc
 FlexAttention is not in that registry: :mod:`flashlane.integrations.torch_flex` replaces its functions.
 
 Calls that flashlane does not support (dropout, debug masks) run torch's own kernel; this module's logger reports each
-at debug level.
+at debug level. Calls for which torch takes another backend do not reach flashlane: :func:`explain` says which.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+from flashlane.api import functional
 from flashlane.core import dispatch
 from flashlane.core.problem import CallOptions, Inputs
 from flashlane.core.validate import whole_number
@@ -30,7 +31,7 @@ from flashlane.ops import call as ops
 from flashlane.ops import call_cache, schema
 from flashlane.ops.watched import is_watched
 
-__all__ = ["NAME", "disable", "enable", "enabled", "is_enabled"]
+__all__ = ["NAME", "disable", "enable", "enabled", "explain", "is_enabled"]
 
 NAME = "flashlane"
 """The name of the implementation in torch's registry."""
@@ -98,6 +99,80 @@ def enabled(*, prefer: bool = True) -> Iterator[None]:
             _restore_order()
 
 
+def explain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str:
+    """What ``F.scaled_dot_product_attention`` of these arguments runs now: flashlane, or torch's own kernel, and why.
+
+    It asks torch for its choice among its backends, so that ``sdpa_kernel`` and the switches of ``torch.backends.cuda``
+    count. The arguments are those of that function.
+
+    Returns:
+        One line; where flashlane runs, followed by the text of :func:`flashlane.explain`.
+    """
+    mask_and_more = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+    backend = SDPBackend(
+        torch._fused_sdp_choice(query, key, value, **mask_and_more, scale=scale, enable_gqa=enable_gqa)
+    )
+    reason = _not_under_flashlane(query, key, value, attn_mask, dropout_p, is_causal, backend)
+    if reason is not None:
+        return f"torch's own kernel, of its backend {backend.name}: {reason}"
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    found = functional.explain(q, k, v, softmax_scale=scale, causal=is_causal, deterministic=deterministic)
+    return f"flashlane, under torch's backend {backend.name}\n{found}"
+
+
+def _not_under_flashlane(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    backend: SDPBackend,
+) -> str | None:
+    """Why flashlane does not run a call for which torch chose that backend; None: it does."""
+    if not is_enabled():
+        return "flashlane is not enabled"
+    if query.device.type != DEVICE:
+        return f"query is on {query.device}; flashlane is under torch's operators for CUDA only"
+    if backend == SDPBackend.FLASH_ATTENTION:
+        try:
+            return _refuse(dropout_p)
+        except NotImplementedError as error:
+            return str(error)
+    if not torch.backends.cuda.flash_sdp_enabled():
+        return "the flash backend is disabled"
+    if attn_mask is not None:
+        return "attn_mask is given, which torch's flash backend does not take"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"query has dtype {query.dtype}; torch's flash backend takes float16 and bfloat16"
+    if query.shape[-1] > FLASH_HEAD_DIM:
+        return f"query has head dim {query.shape[-1]}; torch's flash backend takes at most {FLASH_HEAD_DIM}"
+    if len({t.shape[-1] for t in (query, key, value)}) > 1:
+        return "query, key and value have different head dims, which torch's flash backend does not take"
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        counts = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
+        return f"is_causal is True with {counts}; torch's flash backend takes as many queries as keys"
+    first = SDPBackend(torch._C._get_sdp_priority_order()[0])
+    if first != SDPBackend.FLASH_ATTENTION:
+        return f"torch tries {first.name} first; enable(prefer=True) puts its flash backend first"
+    return "torch's flash backend refuses it; torch.backends.cuda.can_use_flash_attention(..., debug=True) says why"
+
+
+DEVICE = "cuda"
+"""The type of device whose operators in torch run flashlane."""
+FLASH_HEAD_DIM = 256
+"""The largest head dim that torch's flash backend takes."""
 _order_before: list[list[int]] = []
 """torch's order of SDPA's backends before :func:`enable`, if that changed it."""
 _replaced: str | None = None
