@@ -52,6 +52,10 @@ SIGNATURES = {
     "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False",
     ("flash_attn.cute", "flash_attn_combine"): "out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, "
     "seqused=None, virtual_batch_idx=None, return_lse=True",
+    ("flash_attn.cute.interface", "get_scheduler_metadata"): "max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, "
+    "num_splits, headdim_v=None, pack_gqa=None, causal=False, window_size_left=None, window_size_right=None, "
+    "seqlen_k_new=0, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, "
+    "leftpad_k=None, seqlen_k_per_split=None, _arch=None",
 }
 
 

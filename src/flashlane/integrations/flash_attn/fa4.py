@@ -180,6 +180,7 @@ def get_scheduler_metadata(
     seqused_k: torch.Tensor | None = None,
     leftpad_k: torch.Tensor | None = None,
     seqlen_k_per_split: int | None = None,
+    _arch: int | None = None,
 ) -> None:
     """The value for ``scheduler_metadata``: None, since flashlane's kernels need no metadata."""
 
