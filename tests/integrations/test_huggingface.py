@@ -256,9 +256,16 @@ def test_packed_batches_train_by_their_position_ids(family: str, problems: list[
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())
     assert len(problems) == 2 and all(p.needs_grad for p in problems)
+    alone = torch.cat([model(input_ids=text[:, s], use_cache=False).logits for s in (slice(5), slice(5, 12))], 1)
     if family != "GptOss":  # transformers' own gpt-oss, eager too, lets the second sequence see the first
-        alone = [model(input_ids=text[:, s], use_cache=False).logits for s in (slice(5), slice(5, 12))]
-        torch.testing.assert_close(got[0], torch.cat(alone, 1), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(got[0], alone, rtol=1e-3, atol=1e-4)
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 7, "max_length_k": 7}
+    model.set_attn_implementation(huggingface.NAME)
+    found = model(input_ids=text, position_ids=positions, use_cache=False, **lengths).logits
+    torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-4)
+    if family == "GptOss":
+        assert (got[0] - alone).abs().max() > 0.01 and all(p.varlen for p in problems[-2:])
 
 
 def test_packed_sequences_are_kept_apart(problems: list[AttentionProblem]) -> None:
