@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,12 @@ def searching(score, b, h, q, kv):
     return score + torch.searchsorted(torch.arange(3.0), score)
 
 
-def test_what_is_not_run_raises_or_goes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_run_raises_or_goes_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     q, k, v = tensors()
     score_mods = []
+    caplog.set_level(logging.DEBUG, logger="flashlane")
     monkeypatch.setattr(attention, "torch_function", lambda device: lambda *a, **k: score_mods.append(a[3]))
     with integration.enabled(), pytest.raises(NotImplementedError, match="searchsorted"):
         torch_flex.flex_attention(q, k, v, searching)
@@ -100,6 +104,16 @@ def test_what_is_not_run_raises_or_goes_to_torch(monkeypatch: pytest.MonkeyPatch
             lambda b, h, i, j: torch.searchsorted(table, i) >= j, None, None, 16, 16, device="cpu"
         )
     assert score_mods == [searching] and mask.shape == (1, 1, 16, 16)
+    runs_torchs = "runs torch's own function: "
+    said = [r.message.split(runs_torchs) for r in caplog.records if runs_torchs in r.message]
+    assert [function for function, _ in said] == ["flex_attention ", "create_block_mask "], said
+    assert all("searchsorted" in why for _, why in said), said
+    assert attention._kernels(q, k, v, None, "reference") is None
+    assert caplog.messages[-1].startswith("flex_attention runs torch operations in tiles: ")
+    monkeypatch.setattr(attention, "_is_of_torch", lambda device: True)
+    flashlane.flex_attention(q, k, v, searching)
+    assert len(score_mods) == 2
+    assert caplog.messages[-1] == f"flex_attention {runs_torchs}cpu has no kernels of flashlane for it"
     with pytest.raises(ValueError, match="otherwise is 'never'; it may be raise, torch, reference"):
         integration.enable(otherwise="never")
 

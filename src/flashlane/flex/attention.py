@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ KERNELS = "flashlane.kernels.hopper.flex"
 call on a GPU imports it.
 
 Its functions take ``(b, s, h, d)``, which are transposed views of torch's ``(b, h, s, d)``."""
+_log = logging.getLogger(__name__)
 OF_THE_REFERENCE = ("cpu",)
 """The device types on which the reference runs every call."""
 OURS = ("AUTO", "FLASHLANE", "REFERENCE")
@@ -159,6 +161,7 @@ def _attend(
     if return_lse and return_aux is not None:
         raise ValueError("return_lse is True and return_aux is given; return_aux=AuxRequest(lse=True) asks for the LSE")
     if backend == "AUTO" and torch_elsewhere and _is_of_torch(query.device):
+        _log.debug("flex_attention runs torch's own function: %s has no kernels of flashlane for it", query.device)
         backend = "TORCH"
 
     def by_torch() -> Any:
@@ -192,9 +195,10 @@ def _attend(
         if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
             lists = block_mask if window is None and documents is None else None
             kernels = _kernels(query, key, value, lists, otherwise)
-    except NotImplementedError:
+    except NotImplementedError as error:
         if otherwise != "torch":
             raise
+        _log.debug("flex_attention runs torch's own function: %s", error)
         return by_torch()
     if block_mask is not None:
         block_mask = narrowed(block_mask)
@@ -299,6 +303,7 @@ def _kernels(
     if reason is None:
         return module
     if otherwise == "reference":
+        _log.debug("flex_attention runs torch operations in tiles: %s", reason)
         return None
     raise NotImplementedError(
         f"no kernel of flashlane runs this call: {reason}. kernel_options={{'BACKEND': 'TORCH'}} takes torch's "

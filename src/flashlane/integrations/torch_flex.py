@@ -2,11 +2,15 @@
 
 ``enable()`` replaces ``flex_attention`` and ``create_block_mask`` in that module. Code that imported these names
 earlier still calls torch's own functions: enable it before such imports, or replace the names there, too.
+
+Calls that torch's own functions run (``otherwise="torch"``) are reported at debug level by this module's logger and by
+``flashlane.flex.attention``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +22,7 @@ from flashlane.flex import attention, block_mask
 __all__ = ["disable", "enable", "enabled", "is_enabled"]
 
 NAMES = ("flex_attention", "create_block_mask")
+_log = logging.getLogger(__name__)
 _before: dict[str, Callable[..., Any]] = {}
 """torch's own functions by name, while flashlane's replace them."""
 
@@ -93,9 +98,10 @@ def _create_block_mask(otherwise: str, original: Callable[..., Any]) -> Callable
     def create_block_mask(*args: Any, **kwargs: Any) -> Any:
         try:
             return block_mask.create_block_mask(*args, **kwargs)
-        except NotImplementedError:
+        except NotImplementedError as error:
             if otherwise != "torch":
                 raise
+            _log.debug("create_block_mask runs torch's own function: %s", error)
             return original(*args, **kwargs)
 
     return torch._dynamo.disable(create_block_mask)
