@@ -412,7 +412,9 @@ def test_errors_of_packed_sequences_call_arguments_as_a_layer_does() -> None:
         huggingface.attention(layer(), q, q, q, None, **lengths)
 
 
-def test_what_the_page_says_of_models_that_do_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_page_says_of_models_that_do_not_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """transformers gives neither of them an error: GPT-2 keeps ``output_attentions`` to itself, Bloom its attention."""
     calls: list[int] = []
     attend = huggingface.ops.attend
@@ -424,9 +426,15 @@ def test_what_the_page_says_of_models_that_do_not_ask_for_it(monkeypatch: pytest
         gpt2 = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, **sizes)
         model = transformers.AutoModel.from_config(gpt2, attn_implementation=implementation).eval()
         assert model(ids, output_attentions=True).attentions == () and len(calls) == count
+    caplog.set_level("DEBUG", logger=huggingface.__name__)
+    model(ids)
+    assert not caplog.messages
     bloom = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, **sizes)
     model = transformers.AutoModel.from_config(bloom, attn_implementation=name).eval()
-    assert len(model(ids, output_attentions=True).attentions) == 1 and len(calls) == 1
+    assert len(model(ids, output_attentions=True).attentions) == 1 and len(calls) == 2
+    assert caplog.messages == ["bloom runs attention of its own: its layers call no registered function"]
+    of_others = [transformers.PaliGemmaConfig, transformers.LlamaConfig, transformers.GptOssConfig, type(None)]
+    assert not any(map(huggingface._attends_by_itself, of_others))
 
 
 def test_a_window_is_recognised_by_its_code_only() -> None:

@@ -11,6 +11,8 @@ mask.
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,6 +25,7 @@ from flashlane.core.validate import check_number, check_strided
 from flashlane.integrations import transformers_padding as padded
 from flashlane.ops import call as ops
 
+_log = logging.getLogger(__name__)
 NAME = "lane_attention"
 MODIFIERS = ("position_bias", "softcap", "s_aux")
 """Arguments of a layer's attention that modify scores."""
@@ -239,8 +242,11 @@ def mask(**options: Any) -> torch.Tensor | None:
     """The mask of a model's layers: None where the kernel's own causal mask and window are equivalent, else ``sdpa``'s.
 
     transformers calls it with keywords (``q_length``, ``kv_length``, ``mask_function``, …). For an encoder's padding it
-    makes one row for all queries.
+    makes one row for all queries. A model whose layers do not call the registered function is reported at debug level.
     """
+    config = options.get("config")
+    if config is not None and not torch.compiler.is_compiling() and _attends_by_itself(type(config)):
+        _log.debug("%s runs attention of its own: its layers call no registered function", config.model_type)
     ranges = _ranges(options)
     if ranges is not None and ranges.whole:
         options["attention_mask"] = None  # no other function needs to test it again
@@ -358,3 +364,24 @@ def _hands_over_windows(config: type) -> bool:
         return False
     models = model if isinstance(model, tuple | list) else (model,)
     return all(getattr(m, "_supports_flash_attn", False) for m in models)
+
+
+@functools.cache
+def _attends_by_itself(config: type) -> bool:
+    """Whether the layers of a model of that configuration never call a function of AttentionInterface.
+
+    The module of a model that does has the library's table of these functions. One without attention of its own is a
+    model that is built of others.
+    """
+    from transformers import MODEL_MAPPING
+
+    try:
+        model = MODEL_MAPPING[config]
+    except KeyError:
+        return False
+    first = model[0] if isinstance(model, tuple | list) else model
+    names = vars(sys.modules[first.__module__])
+    return "ALL_ATTENTION_FUNCTIONS" not in names and any(
+        isinstance(found, type) and "Attention" in name and found.__module__ == first.__module__
+        for name, found in names.items()
+    )
