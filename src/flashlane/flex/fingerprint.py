@@ -8,8 +8,11 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import operator
+import struct
 import sys
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +38,9 @@ _MEMORY = {"data_ptr", "storage_offset", "untyped_storage", "_version", "_is_vie
 _BY_NAME = {"globals", "vars", "eval", "exec", "__import__", "__globals__", "f_globals", "__builtins__"}
 """Names in code that may read, by a name that is made when it runs, what no key has."""
 _BUILTINS_BY_NAME = tuple(getattr(builtins, name) for name in sorted(_BY_NAME) if hasattr(builtins, name))
+_GETTERS = (operator.attrgetter, operator.methodcaller)
+"""Callable values that read attributes whose names they hold."""
+_CACHED = type(functools.cache(len))
 
 
 class Unknown(Exception):
@@ -78,11 +84,15 @@ class _Identity:
         return isinstance(other, _Identity) and other.value is self.value
 
 
-class ClassAttributes:
-    """The attributes of classes that the functions of a walk may read: those whose names their code has."""
+class NamedAttributes:
+    """Attributes that the functions of a walk may read: those whose names their code has.
+
+    They are those of classes, of tensors, and of values of subclasses of numbers and words. Of any other instance a
+    walk compares every attribute.
+    """
 
     def __init__(self) -> None:
-        self.classes: list[type] = []
+        self.owners: list[Any] = []
         self.names: set[str] = set()
         self._done: set[tuple[int, str]] = set()
 
@@ -91,10 +101,28 @@ class ClassAttributes:
         if is_standard(kind):
             return
         for each in kind.__mro__:
-            if not is_standard(each) and each not in self.classes:
-                self.classes.append(each)
+            if not is_standard(each):
+                self._add(each)
         if issubclass(kind, torch.nn.Module):
             self.names.add("forward")
+
+    def met_value(self, value: Any) -> None:
+        """Note a tensor, or a number or a word, with its class."""
+        kind = type(value)
+        self.met(kind)
+        if kind not in PLAIN and hasattr(value, "__dict__"):
+            self._add(value)
+
+    def read_by_getter(self, value: Any) -> None:
+        """Note the names that an ``attrgetter`` or a ``methodcaller`` holds, if the value is one."""
+        if isinstance(value, _GETTERS):
+            made, given = value.__reduce__()[:2]
+            given = made.args if isinstance(made, functools.partial) else given
+            self.names.update(word for each in given if isinstance(each, str) for word in each.split("."))
+
+    def _add(self, owner: Any) -> None:
+        if all(owner is not known for known in self.owners):
+            self.owners.append(owner)
 
     def met_itself(self, kind: type) -> None:
         """Note a class that code refers to, and may make instances of."""
@@ -117,16 +145,23 @@ class ClassAttributes:
             self.names.update(words_of(code))
 
     def left(self) -> list[tuple[int, str]]:
-        """Class and name of each attribute that was not given yet; to walk their values may lead to further ones."""
+        """Owner and name of each attribute that was not given yet; to walk their values may lead to further ones."""
         found = [
             (number, name)
-            for number, each in enumerate(self.classes)
-            for name in sorted(vars(each))
+            for number, each in enumerate(self.owners)
+            for name in self._read_of(each)
             if (number, name) not in self._done
-            and (name in self.names or (_is_special(name) and isinstance(vars(each)[name], types.FunctionType)))
         ]
         self._done.update(found)
         return found
+
+    def _read_of(self, owner: Any) -> list[str]:
+        """The names of those attributes of an owner that may be read."""
+        own = vars(owner)
+        if not isinstance(owner, type):
+            return sorted(own if "__dict__" in self.names else self.names.intersection(own))
+        special = (name for name, value in own.items() if _is_special(name) and isinstance(value, types.FunctionType))
+        return sorted(self.names.intersection(own).union(special))
 
 
 def _is_special(name: str) -> bool:
@@ -143,19 +178,19 @@ class _Walk:
         self.tensors: list[torch.Tensor] = []
         self.active: set[int] = set()
         self.reads_shapes = False
-        self.of_classes = ClassAttributes()
+        self.named = NamedAttributes()
 
     def attributes(self) -> Hashable:
-        """Those of the classes that were met, after all else."""
+        """Those that are read by their names, after all else."""
         found = []
-        while left := self.of_classes.left():
+        while left := self.named.left():
             for number, name in left:
-                found.append((number, name, self.value(vars(self.of_classes.classes[number])[name])))
+                found.append((number, name, self.value(vars(self.named.owners[number])[name])))
         return tuple(found)
 
     def value(self, value: Any) -> Hashable:
         if isinstance(value, PLAIN):
-            self.of_classes.met(type(value))
+            self.named.met_value(value)
             return type(value), repr(value) if isinstance(value, float) else value
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
@@ -171,6 +206,7 @@ class _Walk:
         at = next((i for i, known in enumerate(self.tensors) if known is tensor), len(self.tensors))
         if at == len(self.tensors):
             self.tensors.append(tensor)
+            self.named.met_value(tensor)
         return "tensor", at, type(tensor), tensor.dtype, tensor.ndim, tensor.device, tensor.requires_grad
 
     def compound(self, value: Any) -> Hashable:
@@ -180,11 +216,12 @@ class _Walk:
         if kind == "module":
             return kind, value.__name__
         if kind == "class":
-            self.of_classes.met_itself(value)
+            self.named.met_itself(value)
             return kind, _Identity(value)
         if kind == "object":
+            self.named.read_by_getter(value)
             return kind, _Identity(value)
-        self.of_classes.met(type(value))
+        self.named.met(type(value))
         if kind == "container":
             return self.container(value), self.container(getattr(value, "__dict__", {}))
         if kind == "instance":
@@ -210,7 +247,7 @@ class _Walk:
                 cells.append("empty")
         named = []
         names = set(names_of(function.__code__))
-        self.of_classes.read_by(function.__code__)
+        self.named.read_by(function.__code__)
         self.reads_shapes |= not names.isdisjoint(SHAPES)
         for name in sorted(names):
             if name in function.__globals__:
@@ -254,6 +291,7 @@ def words_of(code: types.CodeType) -> Iterator[str]:
 PARTS = {
     "method": ("__func__", "__self__"),
     "partial": ("func", "args", "keywords"),
+    "cached": ("__wrapped__",),
     "builtin": ("__name__", "__self__"),
     "descriptor": ("__func__",),
     "property": ("fget",),
@@ -270,14 +308,18 @@ def kind_of(value: Any) -> str:
     ``property`` (of a class).
 
     Raises:
-        Unknown: it cannot be.
+        Unknown: it cannot be, as what it holds or reads is not to be seen.
     """
+    if isinstance(value, weakref.ReferenceType):  # which is callable, and gives a value that may change
+        raise Unknown
     if isinstance(value, types.FunctionType):
         return "function"
     if isinstance(value, types.MethodType):
         return "method"
     if isinstance(value, functools.partial):
         return "partial"
+    if isinstance(value, _CACHED):
+        return "cached"
     if isinstance(value, types.ModuleType):
         if value.__name__.split(".")[0] not in _MODULES:
             raise Unknown
@@ -302,9 +344,16 @@ def kind_of(value: Any) -> str:
     of_torch = type(value).__module__.split(".")[0] in ("torch", "builtins")
     if of_torch and callable(value) and not isinstance(value, torch.nn.Module):
         return "object"  # operators and their overloads
-    if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
+    if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__") or _holds_more(type(value)):
         raise Unknown
     return "instance"
+
+
+@functools.lru_cache(maxsize=1024)
+def _holds_more(kind: type) -> bool:
+    """Whether instances hold more than attributes, as those of subclasses of ``deque`` and ``numpy.ndarray`` do."""
+    pointers = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)  # negative: they lie before the instance
+    return kind.__basicsize__ > object.__basicsize__ + pointers * struct.calcsize("P") or kind.__itemsize__ > 0
 
 
 def check_size(container: Any) -> None:

@@ -49,19 +49,37 @@ class _Checks:
         """The variable of each tensor that was met, by its identity."""
         self.active: set[int] = set()
         self.variables = 0
-        self.of_classes = fingerprint.ClassAttributes()
+        self.named = fingerprint.NamedAttributes()
+        self.values: dict[int, str] = {}
+        """The variable of each value that may have such attributes, by its identity; tensors are in :attr:`names`."""
 
     def attributes(self) -> None:
-        """Require that the attributes of the classes that were met are the same, and that no class has further ones."""
+        """Require that the attributes that are read by their names are the same, and that there are no further ones."""
         spaces: dict[int, str] = {}
-        while left := self.of_classes.left():
+        read: dict[int, set[str]] = {}
+        while left := self.named.left():
             for number, name in left:
-                each = self.of_classes.classes[number]
+                each = self.named.owners[number]
                 if number not in spaces:
-                    spaces[number] = self.variable(f"{self.constant(each)}.__dict__")
+                    spaces[number] = self.variable(f"{self.place(each)}.__dict__")
                 self.value(vars(each)[name], f"{spaces[number]}[{name!r}]")
-        for each in self.of_classes.classes:
-            self.require(f"len({self.constant(each)}.__dict__) == {len(vars(each))}")
+                read.setdefault(number, set()).add(name)
+        for number, each in enumerate(self.named.owners):
+            if isinstance(each, type):
+                self.require(f"len({self.constant(each)}.__dict__) == {len(vars(each))}")
+            elif "__dict__" in self.named.names:
+                self.require(f"len({self.place(each)}.__dict__) == {len(vars(each))}")
+            elif number in read:
+                others = self.constant(frozenset(self.named.names - read[number]))
+                self.require(f"{others}.isdisjoint({spaces[number]})")
+            else:
+                self.require(f"{self.constant(frozenset(self.named.names))}.isdisjoint({self.place(each)}.__dict__)")
+
+    def place(self, owner: Any) -> str:
+        """What gives an owner of attributes: a class is kept, and a value found again."""
+        if isinstance(owner, type):
+            return self.constant(owner)
+        return self.names[id(owner)] if isinstance(owner, torch.Tensor) else self.values[id(owner)]
 
     def guard(self) -> FunctionGuard:
         names = [*self.names.values()]
@@ -97,12 +115,14 @@ class _Checks:
             return
         name = self.variable(text)
         if isinstance(value, fingerprint.PLAIN):
-            self.of_classes.met(type(value))
+            self.named.met_value(value)
+            self.values.setdefault(id(value), name)
             same, kind = self.constant(value), self.constant(type(value))
             equal = f"repr({name}) == {self.constant(repr(value))}" if isinstance(value, float) else f"{name} == {same}"
             self.require(f"{name} is {same} or type({name}) is {kind} and {equal}")
         elif isinstance(value, torch.Tensor):
             first = self.names.setdefault(id(value), name)
+            self.named.met_value(value)
             self.require(
                 f"{name} is {first}" if first != name else f"isinstance({name}, {self.constant(torch.Tensor)})"
             )
@@ -117,12 +137,14 @@ class _Checks:
         kind = fingerprint.kind_of(value)
         if kind in ("module", "object", "class"):
             if kind == "class":
-                self.of_classes.met_itself(value)
+                self.named.met_itself(value)
+            elif kind == "object":
+                self.named.read_by_getter(value)
             self.is_same(name, value)
             return
         self.is_same(f"type({name})", type(value))
         if kind != "function":
-            self.of_classes.met(type(value))
+            self.named.met(type(value))
         if kind == "function":
             self.function(value, name)
         elif kind == "container":
@@ -153,7 +175,7 @@ class _Checks:
                 self.value(item, f"{name}[{i}]")
 
     def function(self, function: types.FunctionType, name: str) -> None:
-        self.of_classes.read_by(function.__code__)
+        self.named.read_by(function.__code__)
         self.is_same(f"{name}.__code__", function.__code__)
         if function.__closure__:
             cells = self.variable(f"{name}.__closure__")
