@@ -474,3 +474,27 @@ def test_an_index_that_bounds_hold_inside_of_a_tensor_is_not_evaluated(
     mask = lambda b, h, q, kv: table[q] & table[-1 - kv] & of_half[kv // 2] & of_half[(q - kv).clamp(-3, 3)]  # noqa: E731
     found = flashlane.create_block_mask(mask, 1, 1, length, length, "cpu", BLOCK_SIZE=16)
     assert (blocks.states(found)[:, :, :3, :3] == blocks.FULL).all()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["partial blocks", "full blocks, too"])
+def test_heads_with_as_many_blocks_as_the_others_have_their_own(full: bool) -> None:
+    """The counts of lists of a given length are one number, expanded as a view; the indices are each head's."""
+    batch, heads, n, size = 2, 3, 4, 16
+    order = torch.rand(batch, heads, n, n).argsort(-1).int()
+    counts = torch.full((1, 1, 1), 1 if full else 2, dtype=torch.int32).expand(batch, heads, n)
+    lists = (counts, order, counts, order.roll(-1, -1)) if full else (counts, order)
+    table = torch.zeros(batch, heads, n, n, dtype=torch.bool).scatter_(-1, order[..., :2].long(), True)
+    mask = torch_flex.BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=size)
+    visible = table.repeat_interleave(size, 2).repeat_interleave(size, 3)
+    q = torch.randn(batch, heads, n * size, 8, dtype=torch.float64)
+    wanted = torch.where(visible, q @ q.mT * 8**-0.5, -torch.inf).softmax(-1) @ q
+    torch.testing.assert_close(flashlane.flex_attention(q, q, q, None, mask), wanted)
+    same = torch_flex.BlockMask.from_kv_blocks(*(t[:1, :1].expand(t.shape) for t in lists), BLOCK_SIZE=size)
+    assert blocks.narrowed(mask) is mask and blocks.narrowed(same).kv_indices.shape == (1, 1, n, n)
+
+
+def test_a_mask_whose_lists_of_indices_are_replaced_has_those_of_each_head() -> None:
+    mask = flashlane.create_block_mask(lambda b, h, q, kv: (q - kv) % 48 < 16, 1, 2, 48, 48, "cpu", BLOCK_SIZE=16)
+    assert blocks.narrowed(mask).kv_indices.shape[1] == 1
+    mask.kv_indices = torch.stack((mask.kv_indices[:, 0], mask.kv_indices[:, 0].flip(-1)), 1)
+    assert blocks.narrowed(mask) is mask

@@ -245,12 +245,14 @@ def expanded(mask: BlockMask, sizes: tuple[int, int]) -> BlockMask:
 
     They are views, but short lists of indices are copies: code that takes torch's masks views them in other shapes, as
     ``torch.nn.attention.experimental._paged_attention`` does. Counts are always views: :func:`blocks.narrowed` tells by
-    them that heads share their lists.
+    those of a mask that is made here that heads share their lists.
     """
     lists = [getattr(mask, name) for name in blocks.LISTS]
     lists = [None if t is None else t.expand(*sizes, *t.shape[2:]) for t in lists]
     lists = [t.contiguous() if t is not None and t.ndim == 4 and t.numel() <= MOST_COPIED else t for t in lists]
-    return BlockMask(mask.seq_lengths, *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
+    found = BlockMask(mask.seq_lengths, *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod)
+    blocks.COPIED.keep(found, (found.kv_indices, found.full_kv_indices))
+    return found
 
 
 def _with_write_order(mask: BlockMask, order: bool) -> BlockMask:

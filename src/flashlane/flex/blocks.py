@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from flashlane.flex.notes import Notes
+
 HIDDEN, PARTIAL, FULL, UNKNOWN = 0, 1, 2, 3
 """States of a block: no pair is visible; the mask function tells which pairs are; all are; none is evaluated yet."""
 
@@ -52,6 +54,9 @@ def lists(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 LISTS += ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 """The tensors of a ``BlockMask``, in the order of its constructor's arguments."""
+COPIED: Notes[tuple[Any, ...]] = Notes("copied_indices")
+"""The lists of indices of masks whose lists were expanded, where those of indices may be copies of the expanded ones:
+then it is the counts that are views."""
 _narrowed: WeakKeyDictionary[BlockMask, tuple[list[Any], BlockMask]] = WeakKeyDictionary()
 """By mask, the function and the lists that it had, and what was made of them."""
 
@@ -62,9 +67,17 @@ def narrowed(mask: BlockMask) -> BlockMask:
     Kernels that make tables of a mask make them once for it, so the same mask gives the same object as long as it has
     the same lists and function.
     """
-    counts = mask.kv_num_blocks
-    sizes = [1 if counts.stride(axis) == 0 else counts.shape[axis] for axis in (0, 1)]
-    if counts.ndim != 3 or sizes == list(counts.shape[:2]):
+    counts, indices = ((mask.kv_num_blocks, mask.full_kv_num_blocks), (mask.kv_indices, mask.full_kv_indices))
+    if mask.kv_num_blocks.ndim != 3:
+        return mask
+    copied = COPIED.of(mask)
+    # Counts alone say nothing: each head may have as many blocks as the others, and other ones.
+    told_by_counts = copied is not None and all(a is b for a, b in zip(copied, indices, strict=True))
+    views = [t for t in (counts if told_by_counts else (*counts, *indices)) if t is not None]
+    sizes = [
+        1 if all(t.stride(axis) == 0 for t in views) else size for axis, size in enumerate(mask.kv_num_blocks.shape[:2])
+    ]
+    if sizes == list(mask.kv_num_blocks.shape[:2]):
         return mask
     lists = [getattr(mask, name) for name in LISTS]
     now, (before, found) = [mask.mask_mod, *lists], _narrowed.get(mask, ([], None))
