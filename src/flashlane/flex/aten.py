@@ -45,6 +45,9 @@ _ROUNDS_NUMBERS = ("fmod", "remainder")
 """Operations for which torch rounds a Python number to the type of a short tensor."""
 _CHECKED = ("clamp", "clamp_min", "clamp_max", "where", "masked_fill")
 """Operations for which torch refuses a number that their type does not hold; for others it wraps."""
+SHARES_AT_BOUNDS = torch.__version__ >= (2, 14)
+"""Whether the gradient of a clamped value that equals a bound is 0 where the bound is a number, and shared in halves
+where the bound is a tensor, as in torch since 2.14. Before, the value got all of it."""
 
 
 class Untranslatable(Exception):
@@ -284,7 +287,7 @@ def _pow(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Li
 
 
 def _clamp(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: Lift) -> Expression:
-    """At a bound the clamped value gets the whole gradient, as in torch; a minimum or maximum would give it half.
+    """At a bound the clamped value gets the gradient that the installed torch gives it: see :data:`SHARES_AT_BOUNDS`.
 
     Where a bound is NaN the result is NaN.
     """
@@ -292,15 +295,28 @@ def _clamp(name: str, args: list[Any], kwargs: dict[str, Any], work: str, lift: 
     if name == "clamp_max":
         values = {"max": args[1]}
     values |= kwargs
-    x = _as(args[0], work)
-    for key, op in (("min", "lt"), ("max", "gt")):
+    shares = SHARES_AT_BOUNDS and work in FLOATING
+    of_tensors = shares and any(isinstance(bound, Expression) for bound in values.values())
+    x = first = _as(args[0], work)
+    limits: dict[str, Expression] = {}
+    for key, op in (("min", "l"), ("max", "g")):
         if (bound := values.get(key)) is not None:
-            limit = _as(bound, work, lift)
-            beyond = binary(op, x, limit)
+            limit = limits[key] = _as(bound, work, lift)
+            beyond = binary(f"{op}e" if shares else f"{op}t", x, limit)
             if _may_be_nan(limit):
                 beyond = binary("or", unary("isnan", limit), beyond)
             x = where(beyond, limit, x)
-    return x
+    return make("with_gradient_of", work, [x, _shared(first, **limits)]) if of_tensors else x
+
+
+def _shared(x: Expression, min: Expression | None = None, max: Expression | None = None) -> Expression:
+    """A value clamped to tensors, which shares its gradient with a bound that it equals; not with two."""
+    found = x if min is None else binary("maximum", x, min)
+    found = found if max is None else binary("minimum", found, max)
+    if min is None or max is None:
+        return found
+    alone = where(binary("gt", x, max), max, where(binary("lt", x, min), min, x))
+    return where(binary("eq", min, max), alone, found)
 
 
 def _may_be_nan(e: Expression) -> bool:
