@@ -35,6 +35,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(flex, "arch_of", lambda device: ARCH)
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", None, raising=False)  # of a torch for CUDA, which needs one
     plans = run_forward._plan, run_backward._plan, prepared_of
     for plan in plans:
         plan.cache_clear()

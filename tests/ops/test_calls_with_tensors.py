@@ -433,3 +433,27 @@ def test_autograd_saves_each_tensor_once(alike: bool) -> None:
     flashlane.flash_attn_varlen_func(q, k, v, *lengths, sinks=sinks)
     out = flashlane.flash_attn_varlen_func(q, k, v, *lengths, sinks=sinks)
     assert torch.autograd.grad(out.sum(), sinks)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["attn_bias", "sinks", "alibi_slopes", "logit_scale"])
+@pytest.mark.parametrize("kernel", ["triton", "tiled"])
+def test_a_tensor_that_holds_its_negative_counts_as_its_value(name: str, kernel: str) -> None:
+    """As the imaginary part of a conjugate does: a kernel reads what lies in memory."""
+    shape = (1, 2, 5, 7) if name == "attn_bias" else (2,)
+    value = torch.rand(shape) + 0.5
+    views = [value.clone(), torch._neg_view(-value)]
+    assert views[1].is_neg() and torch.equal(*views)
+    q, k, v = (torch.randn(1, n, 2, 8) for n in (5, 7, 7))
+    do, dlse = torch.randn(1, 5, 2, 8), torch.randn(1, 2, 5)
+    found = []
+    for given, grads in zip(views, ((do, dlse), (torch._neg_view(-do), torch._neg_view(-dlse))), strict=True):
+        for leaf in (q, k, v, given)[: 3 if name == "alibi_slopes" else 4]:
+            leaf.requires_grad_()
+        for _ in range(2):  # the second call is like the first
+            results = flashlane.flash_attn_func(q, k, v, kernel=kernel, return_lse=True, **{name: given})
+            leaves = [t for t in (q, k, v, given) if t.requires_grad]
+            of_out = torch.autograd.grad(results[0], q, grads[0], retain_graph=True)
+            found.append((*results, *of_out, *torch.autograd.grad(results, leaves, grads)))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b)

@@ -85,5 +85,6 @@ def backward(
 ) -> Gradients:
     """The gradients, by the backward that follows a forward kernel."""
     chosen = dispatch.select_backward(problem, kernel)
+    do, dlse = (t if t is None or not t.is_neg() else t.resolve_neg() for t in (do, dlse))  # kernels read memory
     with no_autocast(inputs.q.device):
         return chosen.run(problem, inputs, out, lse, do, dlse, bias_grad=bias_grad, forward=kernel)

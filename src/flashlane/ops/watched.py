@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-from flashlane.core.problem import Inputs
+from flashlane.core.problem import Inputs, tensors_of
 
 _compiler = torch.compiler
 _transforms_active, _modes_active = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
@@ -30,10 +30,11 @@ def is_watched(inputs: Inputs) -> bool:
     """Whether the call is being recorded, observed or transformed rather than only computed."""
     if is_observed():
         return True
-    if type(inputs.q) is type(inputs.k) is type(inputs.v) is torch.Tensor:
-        if inputs.q.is_meta:
-            return True  # nothing is computed
-        return inputs.q.is_neg() or inputs.k.is_neg() or inputs.v.is_neg()  # what lies in memory is not the value
+    given = [t for t in tensors_of(inputs) if isinstance(t, torch.Tensor)]
+    if any(t.is_meta for t in given[:1]):
+        return True  # nothing is computed
+    if any(t.is_neg() for t in given):
+        return True  # what lies in memory is not the value
     return any(
         isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter)
         for t in (inputs.q, inputs.k, inputs.v)
