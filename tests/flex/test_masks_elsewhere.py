@@ -89,3 +89,21 @@ def test_a_mask_that_is_made_in_inference_mode_can_be_trained_with(name: str) ->
     assert torch.equal(found, wanted)
     assert torch.equal(*(torch.autograd.grad(o.square().sum(), q)[0] for o in (found, wanted)))
     assert not any(t.is_inference() for t in (getattr(mask, name) for name in blocks.LISTS))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_mask_that_is_made_in_a_compiled_function(dynamic: bool) -> None:
+    """The graph breaks where a function is translated; what it captures is of the compiled function."""
+    ids = torch.arange(48) // 7
+
+    def model(q: torch.Tensor, far: int) -> torch.Tensor:
+        def near(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (ids[i] == ids[j]) | (i - j > far)
+
+        mask = flashlane.create_block_mask(near, None, None, q.shape[2], q.shape[2], "cpu", BLOCK_SIZE=16)
+        return flashlane.flex_attention(q * 2, q, q, None, mask) + 1
+
+    compiled = torch.compile(model, backend="eager", dynamic=dynamic)
+    for rows, far in ((48, 5), (40, 9), (33, 5)):
+        q = torch.randn(1, 2, rows, 8, dtype=torch.float64)
+        torch.testing.assert_close(compiled(q, far), model(q, far))

@@ -100,7 +100,9 @@ def create_block_mask(
     if rows is not None and batch_and_heads[0] != rows:
         raise ValueError(f"B is {B}; the mask {mask_mod.name} is of {rows} batch rows, so that it must be {rows}")
     with torch.inference_mode(False), torch.no_grad():  # autograd keeps no tensor that is made in inference mode
-        found = _made(mask_mod, batch_and_heads, lengths, size, device, separate_full_blocks)
+        apart = torch.compiler.is_dynamo_compiling() and not isinstance(mask_mod, masks.Mask)
+        make = _made_apart if apart else _made
+        found = make(mask_mod, batch_and_heads, lengths, size, device, separate_full_blocks)
         return _with_write_order(found, dq_kv_order) if compute_dq_write_order else found
 
 
@@ -137,6 +139,10 @@ def _made(
     if documents is not None and lengths == (documents.tokens, documents.tokens) and documents.tokens:
         packed.NOTES.keep(found, documents)
     return found
+
+
+_made_apart = torch._dynamo.disable(_made)
+"""torch.compile breaks the graph at this one: a function is translated by what no graph can have."""
 
 
 def of_program(
