@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support import flex_oracle
+from torch._dynamo._trace_wrapped_higher_order_op import mod_index
+from torch.overrides import TorchFunctionMode
 
 import flashlane
-from flashlane.flex import blocks, masks, score_range
+from flashlane.flex import bind as bind_module
+from flashlane.flex import blocks, masks, score_range, trace
 from flashlane.flex.bind import bind
 
 OFFSETS = torch.tensor([0, 7, 8, 30, 48])
@@ -107,3 +110,29 @@ def test_a_mask_that_is_made_in_a_compiled_function(dynamic: bool) -> None:
     for rows, far in ((48, 5), (40, 9), (33, 5)):
         q = torch.randn(1, 2, rows, 8, dtype=torch.float64)
         torch.testing.assert_close(compiled(q, far), model(q, far))
+
+
+class OfEarlierTorch(TorchFunctionMode):
+    """torch 2.10's way to index by scalar tensors, in which a number beside them makes torch read them into Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            at = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(each, torch.Tensor) for each in at):
+                return mod_index(args[0], list(at))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_an_earlier_torch_takes_numbers_beside_indices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.randn(2, 48, 3, dtype=torch.float64, requires_grad=True)
+    q = torch.randn(1, 2, 48, 8, dtype=torch.float64, requires_grad=True)
+    found = []
+    for mode in (trace.TransformGetItemToIndex, OfEarlierTorch):
+        monkeypatch.setattr(trace, "TransformGetItemToIndex", mode)
+        monkeypatch.setattr(bind_module, "_traced", {})
+        mask = flashlane.create_block_mask(NAMED[name](), 1, 2, 48, 48, "cpu", BLOCK_SIZE=16)
+        out = flashlane.flex_attention(q, q, q, lambda s, b, h, i, j: s + table[h, i, -1] * table[0, j, 1], mask)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, table))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

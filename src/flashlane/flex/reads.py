@@ -134,7 +134,7 @@ class Reads:
         scalars = [_is_scalar(item) for item in items]
         rest = [item for item, scalar in zip(items, scalars, strict=True) if not scalar]
         basic = all(item is None or item is ... or type(item) in (int, slice) for item in rest)
-        if not any(scalars) or not basic or all(type(item) is int for item in rest):
+        if not any(scalars) or not basic or not rest:
             return None
         if ... in rest:
             where = next(i for i, item in enumerate(items) if item is ...)
