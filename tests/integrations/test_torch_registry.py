@@ -17,7 +17,7 @@ from flashlane.integrations import torch as registry
 
 aten = torch.ops.aten
 varlen = pytest.importorskip("torch.nn.attention.varlen")
-PAGES = "block_table" in varlen.varlen_attn.__kwdefaults__
+PAGES = "block_table" in (varlen.varlen_attn.__kwdefaults__ or ())
 needs_pages = pytest.mark.skipif(not PAGES, reason="this torch's varlen_attn has no pages")
 
 

@@ -517,8 +517,8 @@ def _real(value: Any) -> Any:
 def whole_number(value: Any) -> Any:
     """A NumPy integer or an integer tensor without axes as an int (which waits for a GPU that holds it); all else as it
     is, for the checks to judge."""
-    if type(value) is int or isinstance(value, torch.SymInt):
-        return value
+    if value is None or type(value) is int or isinstance(value, torch.SymInt):
+        return value  # torch.compile of torch 2.10 cannot ask None for an index
     if isinstance(value, torch.Tensor):
         whole = value.dim() == 0 and value.dtype != torch.bool and not (value.is_floating_point() or value.is_complex())
         return value.item() if whole else value
