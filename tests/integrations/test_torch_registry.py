@@ -188,7 +188,7 @@ def test_without_cuda_it_is_refused() -> None:
 def test_the_registry_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torch's own functions, with the operators of the CPU standing for those of CUDA."""
     attention = pytest.importorskip("torch.nn.attention")
-    if not hasattr(attention, "register_flash_attention_impl"):
+    if not hasattr(attention, "restore_flash_attention_impl"):
         pytest.skip("this torch has no registry")
     orders = [[3, 1, 2, 0]]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -213,9 +213,12 @@ def test_the_registry_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert registry.NAME in attention.list_flash_attention_impls()
 
 
-def test_a_torch_without_the_registry_gets_the_operators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("whole", [True, False], ids=["none", "one that only activates"])
+def test_a_torch_without_the_registry_gets_the_operators_alone(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl", raising=False)
     for name in ("register_flash_attention_impl", "current_flash_attention_impl", "activate_flash_attention_impl"):
-        monkeypatch.delattr(torch.nn.attention, name, raising=False)
+        if whole:
+            monkeypatch.delattr(torch.nn.attention, name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(registry, "_register", lambda: registry.Handle("CPU"))
     q = torch.randn(1, 2, 5, 8)
@@ -299,8 +302,8 @@ class Removed:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch's registry and its order of backends, which need no GPU, with another implementation "other"."""
     attention = torch.nn.attention
-    if not hasattr(attention, "current_flash_attention_impl"):
-        pytest.skip("this torch has no registry")
+    if not hasattr(attention, "restore_flash_attention_impl"):
+        pytest.skip("this torch has no registry, or one whose implementations stay")
     order = list(torch._C._get_sdp_priority_order())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(registry, "_register", Removed)

@@ -81,8 +81,14 @@ def disable() -> None:
 
 def is_enabled() -> bool:
     """Whether torch's flash attention operators are flashlane's now."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    return _without_registry is not None if current is None else current() == NAME
+    if not _has_registry():
+        return _without_registry is not None
+    return torch.nn.attention.current_flash_attention_impl() == NAME
+
+
+def _has_registry() -> bool:
+    """Whether torch has a registry whose implementations can be deactivated; in that of torch 2.10 they stay."""
+    return hasattr(torch.nn.attention, "restore_flash_attention_impl")
 
 
 @contextlib.contextmanager
@@ -181,11 +187,10 @@ _replaced: str | None = None
 
 def _activate() -> None:
     global _without_registry, _replaced
-    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
-    if register is None:
+    if not _has_registry():
         _without_registry = _register()
         return
-    register(NAME, register_fn=_register)
+    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=_register)
     before = torch.nn.attention.current_flash_attention_impl()
     try:
         torch.nn.attention.activate_flash_attention_impl(NAME)
