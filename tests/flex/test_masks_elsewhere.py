@@ -113,7 +113,7 @@ def test_a_mask_that_is_made_in_a_compiled_function(dynamic: bool) -> None:
 
 
 class OfEarlierTorch(TorchFunctionMode):
-    """torch 2.10's way to index by scalar tensors, in which a number beside them makes torch read them into Python."""
+    """torch 2.10's way to index by scalar tensors, in which a number next to them makes torch read them into Python."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -124,7 +124,7 @@ class OfEarlierTorch(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_an_earlier_torch_takes_numbers_beside_indices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_torch_takes_numbers_next_to_indices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = torch.randn(2, 48, 3, dtype=torch.float64, requires_grad=True)
     q = torch.randn(1, 2, 48, 8, dtype=torch.float64, requires_grad=True)
     found = []
