@@ -35,7 +35,8 @@ DEFERRED = [
     (64, tiles.class_of(64, 64).plain[3], ALIBI),
     *((64, shape, SOFTCAP) for shape in tiles.class_of(64, 64).capped_plain),
     *((128, tiles.class_of(128, 128).plain[i], ALIBI) for i in (0, 2, 3)),
-    *((128, tiles.class_of(128, 128).plain[i], SOFTCAP) for i in (0, 1, 3)),
+    *((128, shape, SOFTCAP) for shape in tiles.class_of(128, 128).capped_plain[:2]),
+    *((160, tiles.class_of(160, 160).plain[i], SOFTCAP) for i in (1, 2)),
     *((192, tiles.class_of(192, 192).plain[0], score) for score in (ALIBI, SOFTCAP)),
 ]
 """Deferred maxima of modified scores, in the shapes that have the fewest registers to spare."""
