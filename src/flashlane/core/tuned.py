@@ -11,9 +11,10 @@ import contextlib
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flashlane.core import registry
 
@@ -31,6 +32,9 @@ FEW_BLOCKS = 100
 was chosen and not measured, and is a part of the classes of stored choices."""
 PLAIN = (bool, int, float, str)
 """Types of what is stored of a configuration."""
+
+
+Config = TypeVar("Config")
 
 
 class Stored(Protocol):
@@ -75,6 +79,23 @@ def lookup(kernel: Tagged, problem: AttentionProblem) -> dict[str, Any] | None:
     """
     found = _stored(kernel.tag, problem)
     return None if found is None else found.config
+
+
+def config_of(kind: type[Config], kernel: Tagged, problem: AttentionProblem) -> Config | None:
+    """The configuration that was fastest for problems of this class, as its dataclass; None where it was not tuned.
+
+    None too, with a warning, where another version of flashlane stored fields that the dataclass does not have: the
+    device code decides whether a stored choice holds, and may be the same with other fields.
+    """
+    found = lookup(kernel, problem)
+    if not found:
+        return None
+    try:
+        return kind(**found)
+    except (TypeError, ValueError) as error:
+        text = f"flashlane ignores what another version tuned for {kernel.tag} ({error}); run flashlane tune again"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return None
 
 
 def backward_tag(kernel: Tagged) -> str:

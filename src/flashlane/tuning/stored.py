@@ -136,13 +136,10 @@ def path_of(device: str, arch: str) -> Path:
 def load(path: Path) -> dict[str, Tuned]:
     """The entries of a file that hold for the device code as it is; warns of what it leaves out."""
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        if body["format"] != FORMAT:
-            raise ValueError(f"its format is {body['format']!r}, not {FORMAT!r}")
-        entries = {key: _entry(value) for key, value in body["entries"].items()}
+        _, _, entries = _read(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         _warn(f"flashlane ignores {path}, which it cannot read ({type(error).__name__}: {error}): tune again")
         return {}
     current = {key: entry for key, entry in entries.items() if _is_current(entry)}
@@ -152,6 +149,18 @@ def load(path: Path) -> dict[str, Tuned]:
             "with other device code; run flashlane tune again"
         )
     return current
+
+
+def _read(path: Path) -> tuple[str, str, dict[str, Tuned]]:
+    """Device, architecture and every entry of a file, current or not; one of :data:`UNREADABLE` where it is damaged."""
+    body = json.loads(path.read_text(encoding="utf-8"))
+    if body["format"] != FORMAT:
+        raise ValueError(f"its format is {body['format']!r}, not {FORMAT!r}")
+    return str(body["device"]), str(body["arch"]), {key: _entry(value) for key, value in body["entries"].items()}
+
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading a file raises that is damaged, or of another version of flashlane."""
 
 
 def _entry(value: Mapping[str, Any]) -> Tuned:
@@ -201,18 +210,28 @@ def save(device: str, arch: str, entries: Mapping[str, Tuned]) -> Path:
 
 
 def forget(words: Sequence[str] = ()) -> int:
-    """Drop the entries whose tag contains one of the words (without words: all), of every device; how many."""
+    """Drop the entries whose tag contains one of the words (without words: all), of every device; how many.
+
+    Entries of other device code count too. A file that cannot be read is dropped without words alone, and else warned
+    of: another version of flashlane may have written it.
+    """
     dropped = 0
     for path in files():
-        with _locked(path), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            entries = load(path)
+        with _locked(path):
+            try:
+                device, arch, entries = _read(path)
+            except UNREADABLE as error:
+                if words:
+                    _warn(f"flashlane leaves {path}, which it cannot read ({type(error).__name__}: {error})")
+                else:
+                    path.unlink(missing_ok=True)
+                continue
             left = {key: e for key, e in entries.items() if words and not any(word in e.tag for word in words)}
             dropped += len(entries) - len(left)
-            if left:
-                _write(path, *_device_of_file(path), left)
-            else:
+            if not left:
                 path.unlink(missing_ok=True)
+            elif len(left) < len(entries):
+                _write(path, device, arch, left)
     registry.changed()
     return dropped
 
@@ -220,11 +239,6 @@ def forget(words: Sequence[str] = ()) -> int:
 def files() -> list[Path]:
     """The files of all devices that were tuned with this cache folder."""
     return sorted(folder().glob("*.json"))
-
-
-def _device_of_file(path: Path) -> tuple[str, str]:
-    body = json.loads(path.read_text(encoding="utf-8"))
-    return body["device"], body["arch"]
 
 
 def _write(path: Path, device: str, arch: str, entries: Mapping[str, Tuned]) -> None:

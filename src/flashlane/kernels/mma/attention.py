@@ -174,9 +174,9 @@ def shipped_problems(kernel: DeviceKernel) -> Iterator[AttentionProblem]:
 
 @memoised
 def _config(kernel: MmaAttention, problem: AttentionProblem) -> MmaConfig:
-    found = tuned.lookup(kernel, problem)
-    if found:
-        return MmaConfig(**found)
+    found = tuned.config_of(MmaConfig, kernel, problem)
+    if found is not None:
+        return found
     ranked = _ranked(kernel, problem)
     return ranked[0].config if ranked else next(kernel.variant.configs(problem))
 

@@ -156,9 +156,8 @@ class TritonAttention(TunableKernel):
 @memoised
 def _config(kernel: TritonAttention, problem: AttentionProblem) -> TritonConfig:
     problem = problem.chosen_for
-    found = tuned.lookup(kernel, problem)
-    if found:
-        config = TritonConfig(**found)
+    config = tuned.config_of(TritonConfig, kernel, problem)
+    if config is not None:
         return replace(config, descriptors=config.descriptors and configs.describable(problem))
     return next(kernel.candidates(problem))
 

@@ -207,8 +207,8 @@ def _outruns_decode(problem: AttentionProblem) -> bool:
 def _config(problem: AttentionProblem) -> HopperConfig:
     """What the tuner found on this GPU, or else the tables' choice."""
     problem = problem.chosen_for
-    found = tuned.lookup(KERNEL, problem)
-    return select.config_for(problem) if found is None else select.specialise_tuned(HopperConfig(**found), problem)
+    found = tuned.config_of(HopperConfig, KERNEL, problem)
+    return select.config_for(problem) if found is None else select.specialise_tuned(found, problem)
 
 
 @memoised
