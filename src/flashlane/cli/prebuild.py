@@ -66,7 +66,7 @@ def prebuild_command(
     from flashlane.inspect.compile_report import check_arch
     from flashlane.jit import cache
 
-    archs = [check_arch(name) for name in o.words_of(arch)] or [_present_arch()]
+    archs = [check_arch(name) for name in o.archs_of(arch)] if arch else [_present_arch()]
     if model is not None and (sizes.preset or sizes.options_given()):
         raise ValueError("--model is given together with sizes or --preset; its configuration has the sizes")
     if ptx and out is None:
@@ -75,6 +75,7 @@ def prebuild_command(
         check_writable(out)
     if out is not None and not ptx:
         os.environ[cache.DIRECTORY_VARIABLE] = str(out)
+    check_writable(cache.directory(), "the cache folder")
     problems: list[AttentionProblem] = []
     for name in archs:
         if model is not None:
@@ -105,7 +106,7 @@ def prebuild_command(
             built = prebuild.compile_all(jobs, lambda: progress.advance(task))
             wrong = built.wrong
     for line in wrong:
-        console.print(line, style="red", highlight=False)
+        console.print(line, style="red", highlight=False, markup=False)
     if ptx:
         console.print(f"PTX of {count} kernels for {', '.join(archs)} in {out}", highlight=False, soft_wrap=True)
         raise typer.Exit(1 if wrong else 0)

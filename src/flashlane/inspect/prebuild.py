@@ -134,14 +134,18 @@ def _in_threads(
     """Do the work of each job in one of the threads, and collect the results and a line for each failure."""
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         started = {pool.submit(work, *job): job for job in dict.fromkeys(jobs)}
-        for each in as_completed(started):
-            source, arch = started[each]
-            try:
-                results.append(each.result())
-            except Exception as error:  # every failure becomes a line of the report
-                words = " ".join(str(error).splitlines()[:2])
-                wrong.append(f"{source.entry} for {arch}: {words}")
-            on_each()
+        try:
+            for each in as_completed(started):
+                source, arch = started[each]
+                try:
+                    results.append(each.result())
+                except Exception as error:  # every failure becomes a line of the report
+                    words = " ".join(str(error).splitlines()[:2])
+                    wrong.append(f"{source.entry} for {arch}: {words}")
+                on_each()
+        except BaseException:  # Ctrl-C waits for the jobs under way, and not for those that wait
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def read_config(path: Path) -> dict[str, Any]:
