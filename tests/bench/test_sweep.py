@@ -344,7 +344,15 @@ def test_every_key_is_an_option():
     [
         ("[sweep]\nM = 3", "has 'M' in .sweep., which is unknown"),
         ("[sweep]\nquick = 1", "has quick = 1; it may be true or false"),
-        ("[sweep]\nrounds = true", "has rounds = true; it may be a number"),
+        ("[sweep]\nrounds = true", "has rounds = true; it may be a whole number"),
+        ("[sweep]\nrounds = 3.0", "has rounds = 3.0; it may be a whole number"),
+        ("[sweep]\nseed = inf", "has seed = Infinity; it may be a whole number"),
+        ("[sweep]\nwarmup = nan", "has warmup = NaN; it may be a whole number"),
+        ("[sweep]\ntimeout = true", "has timeout = true; it may be a number"),
+        (
+            "[sweep]\nseed = 99999999999999999999",
+            r"--seed is 99999999999999999999; it may be a whole number from -2\^62",
+        ),
         ("[sweep]\nN = 1.5", "has N = 1.5; it may be a number, a text, or a list"),
         ("[sweep]\nN = []", "has N = "),
         ("[sweep]\nmasks = 'half'", "--masks is 'half'"),

@@ -341,6 +341,9 @@ def test_examples_have_options_that_are_there(command):
         known = {option for p in parameters[name].params for option in (*p.opts, *p.secondary_opts)}
         own = words[: words.index("--")] if "--" in words else words
         assert {word for word in own if word.startswith("--")} <= known, words
+        tags = [own[at + 1] for at, word in enumerate(own) if word in ("--tag", "--kernel")]
+        for tag in (tag for tag in tags if not tag.startswith("(")):  # a peer's tag is (cudnn)
+            assert registry.get(tag).tag == tag
 
 
 def test_the_same_option_means_the_same_everywhere():

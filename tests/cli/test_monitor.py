@@ -2,6 +2,7 @@
 
 import csv
 import sys
+import time
 from pathlib import Path
 
 import gpu_fakes
@@ -68,10 +69,21 @@ def test_a_command_is_run_and_its_status_kept(invoke, monkeypatch):
     assert absent.exit_code == 2 and "COMMAND is 'no-such-command'" in absent.stderr
 
 
+def test_an_interval_delays_neither_the_end_of_the_command_nor_that_of_the_seconds(invoke, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.Nvml())
+    start = time.monotonic()
+    assert invoke("--interval", "60", "--", sys.executable, "-c", "raise SystemExit(7)").exit_code == 7
+    assert invoke("--interval", "60", "--seconds", "0.3").exit_code == 0
+    endless = invoke("--interval", "60", "--seconds", "0.3", "--", sys.executable, "-c", "import time; time.sleep(60)")
+    assert endless.exit_code == 128 + 15
+    assert time.monotonic() - start < 30
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--interval", "0"), "--interval is 0"),
+        (("--interval", "inf"), "--interval is inf; it may be 0.1 to 1000000 seconds"),
         (("--seconds", "-1"), "--seconds is -1"),
         (("--gpu", "3", "--seconds", "1"), "--gpu is 3; there are 1: 0 to 0"),
         (("--out", "."), "--out is '.', which is a folder"),

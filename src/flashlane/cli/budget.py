@@ -45,6 +45,7 @@ def budget_command(
 
       flashlane budget hopper --direction backward --D 128
     """
+    from flashlane.bench.measure.progress import Bar
     from flashlane.bench.present.table import make_console
     from flashlane.core.registry import CompiledKernel, get, get_backward
     from flashlane.inspect.budget_view import budget_of, print_budgets
@@ -53,15 +54,19 @@ def budget_command(
     find = get_backward if o.kernel_direction(direction) == "backward" else get
     with o.named("TAG"):
         chosen = [find(tag) for tag in dict.fromkeys(tags)]
-    named = [] if arch == "all" else [check_arch(name) for name in o.words_of(arch)]
+    named = [] if arch == "all" else [check_arch(name) for name in o.archs_of(arch)]
     problems = list(sizes.grid().problems(None, s.shapes_of(on_gpu=True, quick=False)[:1]))
-    budgets = [
-        budget
+    jobs = [
+        (kernel, problem, name)
         for kernel in chosen
         for problem in problems
         for name in named or (kernel.architectures if isinstance(kernel, CompiledKernel) else [ARCH])
-        for budget in budget_of(kernel, problem, name)
     ]
+    budgets = []
+    with Bar(len(jobs)) as reporter:
+        for kernel, problem, name in jobs:
+            reporter.begin(f"{kernel.tag} for {name}", 1)
+            budgets += budget_of(kernel, problem, name)
     if json_:
         typer.echo(json.dumps([budget.as_dict() for budget in budgets], indent=1))
     else:

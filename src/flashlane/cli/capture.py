@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from flashlane.bench.measure.qkv_file import Captured
 
 
+MOST_LAYERS = 10_000
+"""More than any model has; a range is made into a list before the model is loaded."""
+
+
 def capture_command(
     model: Annotated[
         str, typer.Option(help="A folder, an installed package that ships a model, or a hub name (org/model).")
@@ -113,8 +117,10 @@ def parse_layers(text: str) -> list[int] | None:
     for part in text.split(","):
         bounds = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         first, last = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (1, 0)
-        if last < first:
-            raise ValueError(f"--layers is {text!r}; it may be all, or indices and ranges such as 0,3-5")
+        if last < first or last >= MOST_LAYERS:
+            raise ValueError(
+                f"--layers is {text!r}; it may be all, or indices and ranges below {MOST_LAYERS} such as 0,3-5"
+            )
         indices += range(first, last + 1)
     return sorted(set(indices))
 

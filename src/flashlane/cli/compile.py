@@ -48,26 +48,38 @@ def compile_command(
 
       flashlane compile --all --json
     """
+    from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.runner import Selection
     from flashlane.cli.bench import REPORT_ARCH
     from flashlane.inspect import compile_report
 
-    archs = [compile_report.check_arch(name) for name in o.words_of(arch)]
+    archs = [compile_report.check_arch(name) for name in o.archs_of(arch)] if arch else []
     words, exact = o.words_of(tags), o.words_of(kernels)
     exact = (*exact, *o.configured(words, exact, configs))
     selection = Selection(words, exact, show_all=show_all)
     chosen = [k for k in selection.kernels() if isinstance(k, compile_report.CompiledKernel)]
     chosen += compile_report.backward_device_kernels((*o.words_of(tags), *o.words_of(kernels)))
+    if not chosen:
+        raise ValueError(f"{'--tags' if words else '--kernels'} names no kernel that is compiled from a device file")
     if everything:
-        usages = compile_report.report_shipped(archs or None, chosen)
+        o.refuse(sizes.changed(), "is given with --all, which compiles for every problem; give one of them")
+        with Bar(1) as reporter:
+            usages = compile_report.report_shipped(
+                archs or None, chosen, reporter.step, lambda number: reporter.begin(f"{number} configurations", number)
+            )
     else:
-        usages = [
-            usage
+        shapes = s.shapes_of(on_gpu=True, quick=False)[:1]
+        posed = [
+            (problem, name)
             for name in archs or [REPORT_ARCH]
             for grid in sizes.grids()
-            for problem in grid.problems(name, s.shapes_of(on_gpu=True, quick=False)[:1])
-            for usage in compile_report.report_problem(problem, name, chosen)
+            for problem in grid.problems(name, shapes)
         ]
+        usages = []
+        with Bar(len(posed)) as reporter:
+            for problem, name in posed:
+                reporter.begin(f"{problem.describe()} for {name}", len(chosen))
+                usages += compile_report.report_problem(problem, name, chosen, reporter.step)
     _print_usages(usages, json_, selection.unlisted)
     if any(compile_report.is_wrong(usage, strict) for usage in usages):
         raise typer.Exit(1)

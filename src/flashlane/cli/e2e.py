@@ -56,7 +56,7 @@ Seconds = Annotated[
     float | None,
     o.option("--seconds", help="Stop starting workloads after SECONDS.", metavar="SECONDS", panel=o.MEASURE),
 ]
-Seed = Annotated[int, o.option("--seed", help="Of weights and tokens.", panel=o.INPUT)]
+Seed = Annotated[int, o.seed("Of weights and tokens.")]
 Dark = Annotated[bool, o.option("--dark", help="A picture light on dark.", panel=o.OUTPUT)]
 Formats = Annotated[
     str, o.option("--format", help="Of the picture: png, svg, or both.", panel=o.OUTPUT, autocompletion=o.FORMATS)

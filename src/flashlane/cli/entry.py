@@ -56,6 +56,8 @@ class SteadyStream(io.BufferedIOBase):
 def main() -> NoReturn:
     """Run the command line and end the process; the entry point of the ``flashlane`` script."""
     signal.signal(signal.SIGINT, _end_now)
+    if os.environ.get("COLUMNS", "1").strip("0") == "":  # of no width nothing would be shown
+        del os.environ["COLUMNS"]
     out, err = _steady("stdout"), _steady("stderr")
     status = _run()
     for stream in (sys.stdout, sys.stderr):

@@ -127,6 +127,7 @@ def _show(
     from flashlane.core.files import write_named
     from flashlane.inspect import layout_view
 
+    o.check_apart({"--png": png, "--json": json_path})
     for name, path in (("--png", png), ("--json", json_path)):
         if path is not None and str(path) != "-":
             if path.is_dir():

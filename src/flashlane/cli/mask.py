@@ -16,7 +16,7 @@ from flashlane.cli import options as o
 from flashlane.flex.catalogue import NAMED, Parameters, mask_of
 
 THE_MASK = "The mask"
-TOKENS = 64
+TOKENS, BLOCK_SIZE = 64, 128
 
 
 Name = Annotated[
@@ -57,7 +57,7 @@ def mask_command(
     block: Block = None,
     prefix: Prefix = None,
     grid: Grid = None,
-    block_size: BlockSize = 128,
+    block_size: BlockSize = BLOCK_SIZE,
     show: Show = False,
     png: Png = None,
     json_: Json = None,
@@ -85,9 +85,12 @@ def mask_command(
         _numbers("--grid", grid),
     )
     _check(tokens, block, block_size, png)
+    o.check_apart({"--png": png, "--json": json_})
     if name is None:
         if parameters != Parameters(tokens) or show or json_ is not None:
-            raise ValueError("NAME is missing; without it --N and --png are all there is to say")
+            raise ValueError("NAME is missing; without it --N, --png and --block-size are all there is to say")
+        if png is None and (tokens, block_size) != (TOKENS, BLOCK_SIZE):
+            raise ValueError("NAME and --png are missing; --N and --block-size are of what is drawn")
         _list_all(tokens, png, block_size)
         return
     with _options_named():
@@ -106,8 +109,12 @@ def mask_command(
             f"--N is {tokens}; there is no memory for the states of {blocks} x {blocks} blocks, of which a larger "
             f"--block-size makes fewer"
         ) from None
-    if png is not None:
-        mask_view.save_png([(f"{name}, {tokens} tokens", mask, tokens)], png, block_size)
+    lines: list[str] = []
+    with _options_named():
+        if show:
+            lines = mask_view.lines_of(mask_view.dense(mask, tokens))
+        if png is not None:
+            mask_view.save_png([(f"{name}, {tokens} tokens", mask, tokens)], png, block_size)
     if json_ is not None:
         text = json.dumps(facts, indent=1)
         if str(json_) == "-":
@@ -115,9 +122,8 @@ def mask_command(
             return
         write_named(json_, text + "\n", "--json")
     console = make_console()
-    if show:
-        for line in mask_view.lines_of(mask_view.dense(mask, tokens)):
-            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     total = facts["full"] + facts["partial"] + facts["hidden"]
     console.print(f"{name}: {NAMED[name].summary}", markup=False, highlight=False)
     console.print(

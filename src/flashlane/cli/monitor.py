@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import statistics
 import subprocess
@@ -67,8 +68,8 @@ def monitor_command(
     from flashlane.inspect.fitted_table import make_console
     from flashlane.inspect.gpu_state import NoState
 
-    if not interval >= LEAST:
-        raise ValueError(f"--interval is {interval:g}; it must be at least {LEAST:g} seconds")
+    if not LEAST <= interval <= o.MOST_SECONDS:
+        raise ValueError(f"--interval is {interval:g}; it may be {LEAST:g} to {o.MOST_SECONDS:.0f} seconds")
     o.check_seconds(seconds)
     if out is not None:
         if out.is_dir():
@@ -147,16 +148,27 @@ def _run(watch: Watch, command: Sequence[str], interval: float, seconds: float |
         except OSError as error:
             raise ValueError(f"COMMAND is {command[0]!r}, which cannot be run: {error.strerror}") from None
 
+    def left() -> float:
+        """Seconds until the end that ``--seconds`` names."""
+        return float("inf") if seconds is None else seconds - (time.monotonic() - watch.start)
+
     def over() -> bool:
-        if child is not None and child.poll() is not None:
-            return True
-        return seconds is not None and time.monotonic() - watch.start >= seconds
+        return left() <= 0 or (child is not None and child.poll() is not None)
+
+    def wait() -> None:
+        """Until the next look, or the end of the command or of ``--seconds`` where that is earlier."""
+        pause = min(interval, max(0.0, left()))
+        if child is None:
+            time.sleep(pause)
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(pause)
 
     try:
         if child is None and console.is_terminal:
-            _live(watch, interval, over, console)
+            _live(watch, wait, over, console)
         else:
-            _plain(watch, interval, over, None if child is not None else console)
+            _plain(watch, wait, over, None if child is not None else console)
     except KeyboardInterrupt:
         if child is not None:  # the terminal told it too
             return child.wait() or o.INTERRUPTED
@@ -175,17 +187,17 @@ def _ended(child: subprocess.Popen[bytes] | None) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _live(watch: Watch, interval: float, over: Callable[[], bool], console: Console) -> None:
+def _live(watch: Watch, wait: Callable[[], None], over: Callable[[], bool], console: Console) -> None:
     from rich.live import Live
 
     with Live(table_of(watch, console.width), console=console, transient=True, auto_refresh=False) as live:
         while not over():
-            time.sleep(interval)
+            wait()
             watch.look()
             live.update(table_of(watch, console.width), refresh=True)
 
 
-def _plain(watch: Watch, interval: float, over: Callable[[], bool], console: Console | None) -> None:
+def _plain(watch: Watch, wait: Callable[[], None], over: Callable[[], bool], console: Console | None) -> None:
     """A line for each look; none while a command has the terminal."""
     while not over():
         if console is not None:
@@ -193,7 +205,7 @@ def _plain(watch: Watch, interval: float, over: Callable[[], bool], console: Con
             for position, state in enumerate(found):
                 figures = (f"{name} {_figure(state, field)}" for name, field in FIGURES.items())
                 console.print(f"{seconds:.1f} s · {watch.name(position)} · {' · '.join(figures)}", markup=False)
-        time.sleep(interval)
+        wait()
         watch.look()
 
 

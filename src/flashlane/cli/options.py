@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from flashlane.bench.measure.defaults import INTERRUPTED as INTERRUPTED
 from flashlane.bench.measure.defaults import NOT_WRITTEN as NOT_WRITTEN
 from flashlane.bench.measure.defaults import TIMEOUT as TIMEOUT
 from flashlane.cli import complete
+from flashlane.cli.failure import print_failure
 
 if TYPE_CHECKING:
     from flashlane.bench.measure.flops import Direction
@@ -36,9 +38,33 @@ def archs(help: str) -> typer.models.OptionInfo:
     return option("--arch", help=help, panel=OUTPUT, autocompletion=complete.list_of("architectures"))
 
 
+def archs_of(text: str) -> tuple[str, ...]:
+    """The names in ``--arch``; ValueError where there are none."""
+    names = words_of(text)
+    if not names:
+        raise ValueError(f"--arch is {text!r}; it may be a list of architectures, such as sm_80,sm_90a")
+    return names
+
+
 def one_arch(help: str, panel: str = OUTPUT) -> typer.models.OptionInfo:
     """``--arch``, one."""
     return option("--arch", help=help, panel=panel, autocompletion=complete.one_of("architectures"))
+
+
+MOST_SEED = 2**62
+"""The seeds that are taken lie within this of 0: torch's are of 64 bits, and each problem adds to the seed given."""
+
+
+def seed(help: str) -> typer.models.OptionInfo:
+    """``--seed``."""
+    return option("--seed", help=help, panel=INPUT, callback=check_seed)
+
+
+def check_seed(number: int) -> int:
+    """A seed that torch takes, with room for what the problems add; ends the command where it is none."""
+    if abs(number) > MOST_SEED:
+        raise print_failure(ValueError(f"--seed is {number}; it may be a whole number from -2^62 to 2^62"))
+    return number
 
 
 Tags = Annotated[
@@ -99,7 +125,7 @@ Device = Annotated[
         autocompletion=complete.one_of(("cpu", "cuda")),
     ),
 ]
-Seed = Annotated[int, option("--seed", help="Of the random inputs; each problem adds 1.", panel=INPUT)]
+Seed = Annotated[int, seed("Of the random inputs; each problem adds 1.")]
 Warmup = Annotated[int | None, option("--warmup", help="Calls before the first round, at least.", panel=MEASURE)]
 Rounds = Annotated[
     int | None,
@@ -196,10 +222,14 @@ def check_configured(tags: tuple[str, ...], problems: Iterable[AttentionProblem]
             get(tag).supports(problem if problem.arch else problem.on(arch))
 
 
+MOST_SECONDS = 1e6
+"""Eleven days and a half: the operating system counts what it waits for in milliseconds of 31 bits."""
+
+
 def check_timeout(seconds: float) -> None:
-    """ValueError unless it is a positive number of seconds."""
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"--timeout is {seconds:g}; it must be a positive number of seconds")
+    """ValueError unless it is a positive number of seconds that can be waited for."""
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(f"--timeout is {seconds:g}; it must be a positive number of seconds up to {MOST_SECONDS:.0f}")
 
 
 def check_seconds(seconds: float | None) -> None:
@@ -278,6 +308,24 @@ def named(option: str, arguments: str = "kernel|tag") -> Iterator[None]:
         yield
     except ValueError as error:
         raise type(error)(re.sub(rf"^({arguments}) is ", f"{option} is ", str(error))) from None
+
+
+def check_apart(outputs: Mapping[str, Path | None], inputs: Mapping[str, Sequence[Path]] | None = None) -> None:
+    """ValueError where a file to be written is a file that the command reads, or another that it writes.
+
+    Devices, pipes and ``-`` may be given more than once.
+    """
+    read = [(name, path) for name, paths in (inputs or {}).items() for path in paths]
+    written = [(name, path) for name, path in outputs.items() if path is not None and _is_replaced(path)]
+    for number, (name, path) in enumerate(written):
+        for other, its in (*read, *written[:number]):
+            if os.path.realpath(its) == os.path.realpath(path):
+                what = "is read" if (other, its) in read else "is written too"
+                raise ValueError(f"{name} is {str(path)!r}, which {what} ({other}); it may be another file")
+
+
+def _is_replaced(path: Path) -> bool:
+    return str(path) != "-" and (path.is_file() or not path.exists())
 
 
 def check_file(path: Path, name: str) -> Path:

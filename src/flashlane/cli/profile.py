@@ -117,7 +117,7 @@ def profile_command(
 
       flashlane profile --tag "mma(split-q+acc-f32+swizzle-qkv+stage1)" --tag "(flash)" --preset long --tool all
 
-      flashlane profile --tag hopper --N 4096 --D 128 --tool ncu --set full
+      flashlane profile --tag "hopper(wgmma+tma)" --N 4096 --D 128 --tool ncu --set full
 
       flashlane profile --tag "(cudnn)" --backward --tool ncu --metrics lts__t_bytes.sum
     """

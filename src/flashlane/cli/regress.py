@@ -33,7 +33,7 @@ def regress_command(
         bool, o.option("--across-devices", help="Compare although the devices differ.", panel=o.MEASURE)
     ] = False,
     json_: Annotated[
-        Path | None, o.option("--json", help="Write every cell to this JSON file.", panel=o.OUTPUT)
+        Path | None, o.option("--json", help="Write every cell to this JSON file; - prints only them.", panel=o.OUTPUT)
     ] = None,
     junit: Annotated[
         Path | None, o.option("--junit", help="Write a JUnit XML file, one test a cell.", panel=o.OUTPUT)
@@ -64,6 +64,9 @@ def regress_command(
     from flashlane.core.files import write_named
 
     if words[0] == "save":
+        given = {"--json": json_, "--junit": junit, "--github": github, "--across-devices": across_devices}
+        o.refuse(given, "is of a comparison; save only keeps a file")
+        o.refuse({"--floor": floor != FLOOR_PERCENT, "--alpha": alpha != ALPHA}, "is of a comparison; save has none")
         _save(words[1:], baseline)
         return
     if len(words) != 2:
@@ -74,13 +77,21 @@ def regress_command(
         raise ValueError(f"--floor is {floor:g}; it may be a percentage from 0 up to, but not, 100")
     if not 0 < alpha < 1:
         raise ValueError(f"--alpha is {alpha:g}; it may be a probability between 0 and 1")
-    runs = r.load(Path(words[0])), r.load(Path(words[1]))
+    alone = json_ is not None and str(json_) == "-"
+    if alone and github:
+        raise ValueError("--github is given with --json -, which prints only the cells; --json may be a file")
+    files = Path(words[0]), Path(words[1])
+    o.check_apart({"--json": json_, "--junit": junit}, {"BASELINE.json": files[:1], "LATER.json": files[1:]})
+    runs = r.load(files[0]), r.load(files[1])
     comparison = r.compare(*runs, floor=floor / 100, alpha=alpha, across_devices=across_devices)
-    if json_ is not None:
+    if json_ is not None and not alone:
         write_named(json_, comparison.to_json(), "--json")
     if junit is not None:
         write_named(junit, junit_xml(comparison), "--junit")
-    print_comparison(comparison, make_console())
+    if alone:
+        typer.echo(comparison.to_json(), nl=False)
+    else:
+        print_comparison(comparison, make_console())
     if github:
         for line in annotations(comparison):
             typer.echo(line)

@@ -39,6 +39,7 @@ def report_command(
 
     if out.is_dir():
         raise ValueError(f"--out is {str(out)!r}, which is a folder; it names the page")
+    o.check_apart({"--out": out}, {"RESULTS.json": results, "--notebook": notebook or ()})
     page = build(results, notebook or (), title)
     check_writable(out.parent)
     write_named(out, page, "--out")

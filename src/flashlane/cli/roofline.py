@@ -72,6 +72,9 @@ def roofline_command(
         raise ValueError(f"--format is {formats!r}; it may be png, svg, or both in a list")
     console = make_console()
     if results is not None:
+        rows = {"--tags": tags, "--kernels": kernels, "--peers": "" if peers == "all" else peers}
+        measured = {"--backward": backward, "--iters": iters, "--quick": quick, "--seed": seed or None}
+        o.refuse({**sizes.changed(), **rows, **measured}, "is given with --results, whose rows are measured already")
         loaded = load_results(results)
         here = environment(where)["device"]
         if loaded.environment.get("device") != here:

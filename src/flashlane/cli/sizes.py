@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
 
 import typer
@@ -121,6 +121,10 @@ class Sizes:
     alignment: AlignmentName = "bottom-right"
     dtype: Dtype = None
     preset: PresetName = None
+
+    def changed(self) -> dict[str, object]:
+        """The options whose value is not their default, by name."""
+        return {option_of(f.name): value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def options_given(self) -> dict[str, str]:
         """The sizes that are given, without mask and layout, by their fields."""

@@ -102,7 +102,7 @@ Seconds = Annotated[
         panel=o.MEASURE,
     ),
 ]
-Seed = Annotated[int, o.option("--seed", help="Of inputs and weights.", panel=o.INPUT)]
+Seed = Annotated[int, o.seed("Of inputs and weights.")]
 Out = Annotated[Path, o.option("--out", help="Folder for JSON, CSV and Markdown.", panel=o.OUTPUT)]
 
 

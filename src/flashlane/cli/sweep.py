@@ -73,8 +73,8 @@ def sweep_command(
     --timeout or crashes is recorded and passed. At the end, and on Ctrl-C, OUT/NAME.json, .csv and .md are written
     from the journal; flashlane plot, regress and report read them.
 
-    Exit status: 0 every cell is done, 1 a kernel's check failed or it raised, 2 bad input, 3 the disk is full or the
-    files could not be written, 130 interrupted.
+    Exit status: 0 every cell is done, 1 a kernel's check failed or it raised, or no cell could be done, 2 bad input,
+    3 the disk is full or the files could not be written, 130 interrupted.
 
     Examples:
 
@@ -132,8 +132,10 @@ def _converted(path: Path, key: str, value: Any) -> Any:
             raise ValueError(f"{path} has {key} = {json.dumps(value, default=str)}; it may be true or false")
         return value
     if key in NUMBERS:
-        if isinstance(value, bool) or not isinstance(value, int | float) or (key != "timeout" and value != int(value)):
-            raise ValueError(f"{path} has {key} = {json.dumps(value, default=str)}; it may be a number")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole and not (key == "timeout" and isinstance(value, float)):
+            kind = "a number" if key == "timeout" else "a whole number"
+            raise ValueError(f"{path} has {key} = {json.dumps(value, default=str)}; it may be {kind}")
         return value
     items = value if isinstance(value, list) else [value]
     if not items or any(isinstance(item, bool) or not isinstance(item, int | str) for item in items):
@@ -165,7 +167,9 @@ def _run(
     from flashlane.bench.measure.sweep import cells_of, common_of, sweep
     from flashlane.bench.present.table import make_console
 
-    where, out, seed = resolve_device(measured.device), measured.out, measured.seed
+    if export:
+        o.refuse({"--fresh": fresh, "--retry": retry}, "is given with --export, which measures nothing")
+    where, out, seed = resolve_device(measured.device), measured.out, o.check_seed(measured.seed)
     directions = measured.directions()
     if not name or "/" in name or name.startswith("."):
         raise ValueError(f"--name is {name!r}; it names files in --out, without a folder")
@@ -203,6 +207,8 @@ def _run(
             notes.print(
                 f"error: {error}; make room, and the same command goes on from here", style="bold red", soft_wrap=True
             )
+        if export and not any(cell.key in journal.records for cell in cells):
+            raise ValueError(f"{journal.path} has no cell of this grid: there is nothing to export")
         status = _finish(journal, cells, out, name, status)
     if status:
         raise typer.Exit(status)
@@ -225,8 +231,8 @@ def _finish(journal: Any, cells: list[Cell], out: Path, name: str, status: int) 
     console = make_console()
     results = collected(journal, cells)
     if results is None:
-        console.print("no cell is done")
-        return status
+        make_console(stderr=True).print("no cell is done", style="bold red")
+        return status or 1
     lost = None
     try:
         written = write(results, out, name)

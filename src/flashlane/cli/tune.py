@@ -27,7 +27,6 @@ Iters = Annotated[
     int | None,
     o.option("--iters", "--rounds", help="Rounds; in each, the candidates run one after another.", panel=o.MEASURE),
 ]
-Seed = Annotated[int, o.option("--seed", help="Of the random inputs; each problem adds 1.", panel=o.INPUT)]
 Device = Annotated[
     str | None,
     o.option("--device", help="cuda or cuda:N.", panel=o.MEASURE, autocompletion=complete.one_of(("cuda",))),
@@ -48,7 +47,7 @@ def tune_command(
     show_all: o.ShowAll = False,
     direction: o.KernelDirection = "forward",
     iters: Iters = None,
-    seed: Seed = 0,
+    seed: o.Seed = 0,
     device: Device = None,
     out: Out = Path("results"),
     list_: List = False,
@@ -74,6 +73,10 @@ def tune_command(
     """
     if list_ and forget:
         raise ValueError("--list and --forget are both given; one of them may be")
+    if list_ or forget:
+        with_it = f"is given with {'--list' if list_ else '--forget'}, which takes --tags and --kernels alone"
+        rest = {"--direction": direction != "forward", "--show-all": show_all, "--iters": iters, "--device": device}
+        o.refuse({**sizes.changed(), **rest, "--json": json_ and forget}, with_it)
     words = o.words_of(tags) + o.words_of(kernels)
     if list_:
         return _list(words, json_)

@@ -200,8 +200,12 @@ def report_shipped(
     archs: Sequence[str] | None,
     kernels: Sequence[CompiledKernel] | None = None,
     progress: Callable[[str], None] = lambda tag: None,
+    counted: Callable[[int], None] = lambda number: None,
 ) -> list[Usage]:
-    """Every configuration that a heuristic can choose, on each architecture it can be chosen on (and in ``archs``)."""
+    """Every configuration that a heuristic can choose, on each architecture it can be chosen on (and in ``archs``).
+
+    ``counted`` is told how many there are before the first is compiled, ``progress`` the tag of each that is compiled.
+    """
     with tuned.heuristics_only():
         jobs = [
             (kernel, config, arch)
@@ -210,6 +214,7 @@ def report_shipped(
             for arch in possible
             if archs is None or arch in archs
         ]
+    counted(len(jobs))
     return [usage for usages in _compile(jobs, "", progress) for usage in usages]
 
 

@@ -183,7 +183,8 @@ def record(model: torch.nn.Module, input_ids: torch.Tensor, layers: Sequence[int
         )
     wrong = [index for index in layers or () if index >= recorder.seen]
     if wrong:
-        raise ValueError(f"layers has {wrong}; the model has {recorder.seen} layers, 0 to {recorder.seen - 1}")
+        named = str(wrong) if len(wrong) <= 8 else f"{wrong[:8]} and {len(wrong) - 8} more"
+        raise ValueError(f"layers has {named}; the model has {recorder.seen} layers, 0 to {recorder.seen - 1}")
     return recorder.calls
 
 
