@@ -273,17 +273,17 @@ def test_command_refuses_bad_arguments(tmp_path):
         ({"prompt": "  "}, r"text is empty"),
         ({"prompt": None, "text": tmp_path / "no.txt"}, r"text is .*not a file"),
         ({"prompt": None, "text": tmp_path / "binary.txt"}, r"not UTF-8"),
-        ({"model": "no-such-model"}, r"model is 'no-such-model'; it may be a folder"),
+        ({"model": "no-such-model"}, r"--model is 'no-such-model'; it may be a folder"),
         ({"model": "pytest"}, r"installed package 'pytest', which ships no model"),
         ({"model": tmp_path / "empty"}, r"no config.json"),
         ({"model": tmp_path / "no-tokenizer"}, r"model no-tokenizer cannot be loaded"),
         ({"model": "no/such-model"}, r"model no/such-model cannot be loaded"),
-        ({"dtype": "f8"}, r"dtype is 'f8'; it may be f32, f16, bf16"),
-        ({"max-tokens": 0}, r"max_tokens is 0; it must be at least 1"),
-        ({"max-tokens": 97}, r"max_tokens is 97; model tiny-llama takes at most 96"),
-        ({"batch": 0}, r"batch is 0"),
+        ({"dtype": "f8"}, r"--dtype is 'f8'; it may be f32, f16, bf16"),
+        ({"max-tokens": 0}, r"--max-tokens is 0; it must be at least 1"),
+        ({"max-tokens": 97}, r"--max-tokens is 97; model tiny-llama takes at most 96"),
+        ({"batch": 0}, r"--batch is 0"),
         ({"layers": "2-1"}, r"--layers is '2-1'"),
-        ({"layers": "5"}, r"layers has \[5\]; the model has 3"),
+        ({"layers": "5"}, r"--layers has \[5\]; the model has 3"),
     ]
     for changes, message in cases:
         merged = {**good, **changes}

@@ -288,6 +288,10 @@ def test_qkv_file(invoke, tmp_path):
     assert done.exit_code == 0, done.output
     for dtype in ("f16", "bf16", "f32"):
         assert f"x.safetensors: B1 H2 N33 D16 {dtype} causal" in done.stdout
+    (written,) = (tmp_path / "results").glob("*.json")
+    assert json.loads(written.read_text())["settings"]["inputs"] == "saved tensors"
+    filled = invoke(*words, "--range-k")
+    assert filled.exit_code == 2 and "--range-k is given with --qkv, whose file has the tensors" in filled.stderr
     absent = invoke("bench", "--qkv", "absent.safetensors")
     assert absent.exit_code == 2 and "--qkv is 'absent.safetensors', which does not exist" in absent.stderr
     both = invoke(*words, "--N", "64")

@@ -195,6 +195,9 @@ def command(
         o.check_layouts(problems, directions, cycles=cycles, range_k=range_k)
         cases = [Case(problem) for problem in problems]
     else:
+        filled = {"--no-rand-q": no_rand_q, "--no-rand-k": no_rand_k, "--no-rand-v": no_rand_v}
+        filled |= {"--no-rand-qkv": no_rand_qkv, "--range-k": range_k}
+        o.refuse(filled, "is given with --qkv, whose file has the tensors; give one of them")
         cases = _saved_cases(sizes, qkv, where)
     o.check_configured(by_hand, (case.problem for case in cases), REPORT_ARCH)
     check_writable(out)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,7 +77,7 @@ def capture_command(
         raise ValueError(f"--device is {device!r}, but torch sees no GPU; it may be cpu")
     content = _read_text(text, prompt)
     indices = parse_layers(layers)
-    with console.status(f"running {model} …"):
+    with console.status(f"running {model} …"), _options_named():
         calls, metadata = capture(
             model, content, max_tokens=max_tokens, batch=batch, layers=indices, dtype=dtype, device=device
         )
@@ -87,6 +88,18 @@ def capture_command(
         f"wrote {o.counted(len(calls), 'layer')}, {out.stat().st_size / 2**20:.1f} MiB, to {out}", soft_wrap=True
     )
     console.print(f"bench them: flashlane bench --qkv {out}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _options_named() -> Iterator[None]:
+    """Errors about an argument of :func:`capture` name the option that gave it."""
+    try:
+        yield
+    except ValueError as error:
+        found = re.match(r"(model|max_tokens|batch|layers|dtype) (?=is |has )", str(error))
+        if found is None:
+            raise
+        raise ValueError(f"--{found[1].replace('_', '-')} {str(error)[found.end() :]}") from None
 
 
 def table(calls: Sequence[Captured], title: str, width: int = 200) -> Group:

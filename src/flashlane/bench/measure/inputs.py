@@ -5,7 +5,7 @@ A problem says how its sequences lie (dense, packed, in a key/value cache), and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,6 +62,13 @@ class Case:
                 for name, value in ((field, getattr(self.inputs, field)) for field in Inputs.__dataclass_fields__)
             }
         )
+
+
+def describe_inputs(cases: Iterable[Case], pattern: Pattern) -> str:
+    """Where the tensors of the cases come from, in a phrase, for results files."""
+    given = {case.inputs is not None for case in cases}
+    words = ([pattern.describe()] if given != {True} else []) + (["saved tensors"] if True in given else [])
+    return " or ".join(words)
 
 
 def random_inputs(

@@ -26,7 +26,7 @@ from flashlane.bench.measure.implementations import (
     rotating,
     shared_outputs,
 )
-from flashlane.bench.measure.inputs import RANDOM, Case, Pattern
+from flashlane.bench.measure.inputs import RANDOM, Case, Pattern, describe_inputs
 from flashlane.bench.measure.memory import measure_memory
 from flashlane.bench.measure.peers import PEERS, Peer, peer_tags
 from flashlane.bench.measure.progress import Reporter, Silent
@@ -186,7 +186,7 @@ def run(
             "rule": rule,
             "seed": seed,
             "directions": list(directions),
-            "inputs": pattern.describe(),
+            "inputs": describe_inputs(cases, pattern),
             "protocol": settings.protocols[0],
             "order": f"interleaved round by round, each in an order of its own (seed {settings.order_seed})",
             "calls": "the public function, its own allocation included",
