@@ -164,3 +164,13 @@ def test_a_terminal_of_no_width_is_one_of_unknown_width() -> None:
     command = [sys.executable, "-m", "flashlane", "layout"]
     done = subprocess.run(command, env=os.environ | {"COLUMNS": "0"}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "ldmatrix.x4.trans" in done.stdout
+
+
+def test_a_warning_of_ours_is_a_line_without_source_code(tmp_path: Path) -> None:
+    (tmp_path / "tune").mkdir()
+    (tmp_path / "tune" / "a-sm_90a.json").write_text("{", encoding="utf-8")
+    variables = os.environ | {"FLASHLANE_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "flashlane", "tune", "--list"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr.startswith("warning: flashlane ignores "), done.stderr
+    assert done.stderr.count("\n") == 1 and "a-sm_90a.json" in done.stderr

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import codecs
 import errno
+import functools
 import io
 import os
 import re
 import signal
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from flashlane.bench.measure.defaults import INTERRUPTED, NOT_WRITTEN
@@ -59,6 +62,7 @@ def main() -> NoReturn:
     if os.environ.get("COLUMNS", "1").strip("0") == "":  # of no width nothing would be shown
         del os.environ["COLUMNS"]
     out, err = _steady("stdout"), _steady("stderr")
+    warnings.formatwarning = functools.partial(_warning, warnings.formatwarning)
     status = _run()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -69,6 +73,12 @@ def main() -> NoReturn:
         status = status or NOT_WRITTEN
     sys.stderr.flush()
     sys.exit(status)
+
+
+def _warning(usual: Callable[..., str], message: Warning | str, category: type[Warning], *place: Any) -> str:
+    """A line of stderr for a warning of ours, which is for the user; others keep the place in the code."""
+    text = " ".join(str(message).split())
+    return f"warning: {text}\n" if text.startswith("flashlane ") else usual(message, category, *place)
 
 
 def _run() -> int:
