@@ -80,6 +80,7 @@ IGNORED = {
     "--D is given with --all": ("compile", "--all", "--D", "64"),
     "--causal is given with --all": ("compile", "--all", "--causal"),
     "--N is given with --list": ("tune", "--list", "--N", "64"),
+    "--rows is 100000000; of 64 columns it may be 1 to 1816": ("layout", "--rows", "100000000"),
     "--json is given with --forget": ("tune", "--forget", "--json"),
     "--tags names no kernel that is compiled from a device file": ("compile", "--tags", "tiled"),
     "--arch is ','; it may be a list of architectures": ("compile", "--arch", ","),
@@ -174,3 +175,12 @@ def test_a_warning_of_ours_is_a_line_without_source_code(tmp_path: Path) -> None
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stderr.startswith("warning: flashlane ignores "), done.stderr
     assert done.stderr.count("\n") == 1 and "a-sm_90a.json" in done.stderr
+
+
+def test_sizes_for_which_there_is_no_memory_are_one_line(invoke, monkeypatch) -> None:
+    def explain_problem(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("flashlane.core.dispatch.explain_problem", explain_problem)
+    done = invoke("explain", "--D", "64")
+    assert done.exit_code == 2 and done.stderr == "error: there is no memory for sizes as large as these\n"

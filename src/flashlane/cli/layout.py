@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TILE, KERNEL = "A tile of any size", "The tiles of a kernel"
 COLUMNS, THREADS, ARCH = 64, 128, "sm_90a"
+MOST_BYTES = 227 * 1024
+"""Of shared memory, the most that a CTA may have on any architecture."""
 
 
 @spread
@@ -83,11 +85,15 @@ def layout_command(
     of_tile = {"--columns": columns, "--threads": threads, "--plain": plain, "--pad": pad, "--swizzle": swizzle}
     of_kernel = {s.option_of(name): getattr(sizes, name) for name in (*s.SHAPE[:4], "dtype")} | {"--arch": arch}
     heading = ""
+    width = COLUMNS if columns is None else columns
+    most = MOST_BYTES // (2 * max(width, 8))
+    if rows > max(16, most):
+        raise ValueError(f"--rows is {rows}; of {width} columns it may be 1 to {most}, which shared memory can hold")
     if tag is None:
         o.refuse(of_kernel, "goes with --tag; the width of a tile is --columns")
         with o.named("--columns", "columns"), o.named("--threads", "threads"):
             tiles = free_tiles(
-                COLUMNS if columns is None else columns,
+                width,
                 rows,
                 THREADS if threads is None else threads,
                 list(flags) if compare else flags_on,

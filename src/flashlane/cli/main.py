@@ -152,6 +152,8 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(INTERRUPTED) from None
         except BAD_INPUT as error:
             raise print_failure(error) from error
+        except MemoryError as error:
+            raise print_failure(ValueError("there is no memory for sizes as large as these")) from error
 
     run.__doc__ = escaped(reflowed(command.__doc__ or ""))
     return run
