@@ -6,8 +6,9 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
 __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// min() as a constant: tests evaluate what uses it in the compiler.
+// min() and max() as constants: tests evaluate what uses them in the compiler.
 __device__ __forceinline__ constexpr int constant_min(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ constexpr int constant_max(int a, int b) { return a > b ? a : b; }
 
 // The value of lane 0, for a value that is the same in all lanes. ptxas then knows that it is the same, and keeps what
 // follows from it (addresses, descriptors of wgmma) in uniform registers.
@@ -26,6 +27,11 @@ __device__ __forceinline__ bool elect_one() {
     return elected;
 }
 
+// The LSE as a natural logarithm, from a maximum in base 2; −∞ for a row that saw no key, and NaN where a score was.
+__device__ __forceinline__ float natural_lse(float max_log2, float sum) {
+    return sum == 0.f ? -INF : (max_log2 + log2f(sum)) * LN_2;
+}
+
 // a + b, added where this is called. The compiler would otherwise add what does not change in a loop before the loop,
 // and keep it in registers.
 __device__ __forceinline__ int add_here(int a, int b) {
@@ -34,10 +40,31 @@ __device__ __forceinline__ int add_here(int a, int b) {
     return sum;
 }
 
+// The thread's index in its CTA, read where this is called. The compiler would otherwise compute what follows from
+// threadIdx.x before a loop, and keep it in registers.
+__device__ __forceinline__ u32 thread_index_here() {
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // A bit for each lane of the warp for which the predicate is true.
 template <typename Predicate>
 __device__ __forceinline__ u32 warp_ballot(const Predicate& predicate) {
     return __ballot_sync(0xffffffffu, predicate(static_cast<int>(threadIdx.x % WARP)));
+}
+
+// The sum of a value of each lane, in all lanes; of each LANES neighbouring lanes, a power of two of them.
+template <int LANES = WARP, typename T>
+__device__ __forceinline__ T warp_sum(T x) {
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    return x;
 }
 
 // The sum of the values of the lanes up to and including this one.

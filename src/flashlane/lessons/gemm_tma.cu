@@ -65,11 +65,7 @@ __device__ __forceinline__ u32 empty_barrier(u32 base, int stage) {
 }
 
 // Read again where they are needed: no register keeps them through the loop.
-__device__ __forceinline__ int thread_index() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
+__device__ __forceinline__ int thread_index() { return thread_index_here(); }
 __device__ __forceinline__ int cta_index() {
     int cta;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(cta));

@@ -24,11 +24,6 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The LSE as a natural logarithm, from a maximum in base 2; −∞ for a row that saw no key, and NaN where a score was.
-__device__ __forceinline__ float natural_lse(float max_log2, float sum) {
-    return sum == 0.f ? -INF : (max_log2 + log2f(sum)) * LN_2;
-}
-
 // Replaces a row's maximum by `block_max`, that of its new scores, if that exceeds it by more than the threshold.
 // Returns the factor by which O and the sum so far are multiplied; `grew` becomes true where it is not 1.
 //

@@ -4,6 +4,7 @@
 // In base 2: score · scale, or softcap · tanh(score · scale / softcap) under a soft cap; then minus slope · |i + shift
 // − j| of ALiBi, for query i and key j. A sink is one more logit of each row of its head; it has no value.
 #pragma once
+#include "attention/mask.cuh"
 #include "config.cuh"
 #include "math.cuh"
 #include "mma.cuh"
@@ -128,8 +129,7 @@ struct ScoreTransform {
     static __device__ __forceinline__ void store_row_gradient(float gradient, const Where& where) {
         if constexpr (SINKS) {
             __shared__ float warps[THREADS / WARP];
-#pragma unroll
-            for (int step = 16; step > 0; step /= 2) gradient += __shfl_xor_sync(0xffffffffu, gradient, step);
+            gradient = warp_sum(gradient);
             if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = gradient;
             __syncthreads();
             if (threadIdx.x == 0) {
@@ -175,11 +175,11 @@ __device__ __forceinline__ void transform_scores(const ScoreParams& p, float (&s
             }
 #pragma unroll
             for (int i = 0; i < N; ++i)
-                s[i] = fmaf(signed_slope[i / 2 % 2], static_cast<float>(8 * (i / 4) + i % 2), s[i]);
+                s[i] = fmaf(signed_slope[i / 2 % 2], static_cast<float>(accumulator_column(i)), s[i]);
         } else {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                const int half = i / 2 % 2, column = 8 * (i / 4) + i % 2;
+                const int half = i / 2 % 2, column = accumulator_column(i);
                 s[i] = Score::biased(s[i], slope[half], distance[half] - column);
             }
         }
@@ -196,7 +196,7 @@ __device__ __forceinline__ void transform_scores_transposed(const ScoreParams& p
         float derivative[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const int column = 8 * ((i + j) / 4) + (i + j) % 2;
+            const int column = accumulator_column(i + j);
             s[i + j] = Score::biased(Score::scaled(p, s[i + j], derivative[j]), slope,
                                      distance + (column - (i / 2 % 2 ? 8 : 0)));
         }

@@ -13,11 +13,9 @@ struct State {
 struct Lane {
     int lane, warp_group, warp_m, quad_row, quad_column;
 
-    // The thread index is read in asm. The compiler would otherwise compute everything that depends on it before the
-    // loop, and has no registers to keep that.
+    // The compiler has no registers to keep, through the loop, what follows from the thread's index.
     __device__ __forceinline__ Lane() {
-        int thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const int thread = thread_index_here();
         const int warp = __shfl_sync(0xffffffffu, thread / WARP, 0);
         lane = thread % WARP, warp_group = warp / WARPS_M, warp_m = warp % WARPS_M;
         quad_row = lane / 4, quad_column = lane % 4;

@@ -179,12 +179,7 @@ struct TileScheduler<true> {
         const int lane = threadIdx.x % WARP;
         int total = 0;
 #pragma unroll 1
-        for (int first = 0; first < p.attention.batch; first += WARP) {
-            int sum = steps_of_lane(first + lane);
-#pragma unroll
-            for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-            total += sum;
-        }
+        for (int first = 0; first < p.attention.batch; first += WARP) total += warp_sum(steps_of_lane(first + lane));
         return total;
     }
 

@@ -18,8 +18,6 @@ constexpr int BLOCK_M = 16 * WARPS_M, GROUP_THREADS = WARP * WARPS_M, THREADS = 
 constexpr int STEP = BLOCK_N * WARP_GROUPS;          // keys of one step of a CTA
 constexpr int CTA_THREADS = THREADS + (TMA || STREAM_K ? WARP : 0);  // with the producer or scheduler warp
 
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-
 // A stage holds tiles of K and V: those of one warp group, in whole rows; or with TMA those of all warp groups, in
 // planes of 64 columns (128 bytes), the width of a TMA box. Stages of a warp group follow each other; with stream-K
 // those of all warp groups do, so that the tiles of one step lie together.
@@ -78,11 +76,11 @@ struct Maps {
 // many of their sums as fit, four of each at least. It is the memory of the last step with TMA and with stream-K, whose
 // other stages hold the next tile's keys; with stream-K it is apart from them where a step's has no room. Else it is
 // that of the pipelines.
-constexpr int LEAST_SCRATCH = larger(WARP_GROUPS * SUM_BYTES, cfg::MAX_SPLITS * (BLOCK_M * 8 + 16));
+constexpr int LEAST_SCRATCH = constant_max(WARP_GROUPS * SUM_BYTES, cfg::MAX_SPLITS * (BLOCK_M * 8 + 16));
 constexpr bool OWN_SCRATCH = STREAM_K && LEAST_SCRATCH > STEP_BYTES;
 constexpr int SCRATCH_BYTES = OWN_SCRATCH       ? LEAST_SCRATCH
                               : TMA || STREAM_K ? STEP_BYTES
-                                                : larger(PIPELINES_BYTES, LEAST_SCRATCH);
+                                                : constant_max(PIPELINES_BYTES, LEAST_SCRATCH);
 constexpr int QUERY_BYTES = LayoutQ::bytes(BLOCK_M);
 constexpr int QUERY_STAGES = STREAM_K ? 2 : 1;  // with stream-K the next tile's are loaded before the tile ends
 constexpr int TILE_STAGES = 4;  // with stream-K: work tiles that are published ahead, since they may be short

@@ -40,10 +40,9 @@ using LayoutV = TileLayout<V_COLUMNS, cfg::SWIZZLE_V>;
 using LayoutP = TileLayout<BLOCK_N, false>;
 using LayoutO = TileLayout<HEAD_DIM_V, false>;
 using CursorV = FragmentCursor<LayoutV, SPLIT_KV>;  // with split-kv a warp starts at its own columns
-constexpr int larger(int a, int b) { return a > b ? a : b; }
 constexpr int Q_BYTES = LayoutQ::bytes(BLOCK_M);
 constexpr int Q_SLICE_BYTES = Q_STREAMED ? Q_BYTES : 0;
-constexpr int STAGE_BYTES = larger(Q_SLICE_BYTES + LayoutK::bytes(BLOCK_N), LayoutV::bytes(V_ROWS));
+constexpr int STAGE_BYTES = constant_max(Q_SLICE_BYTES + LayoutK::bytes(BLOCK_N), LayoutV::bytes(V_ROWS));
 static_assert(S_TILES % 2 == 0 && V_SLICE_TILES % 2 == 0 && M_TILES >= 1, "tiles are read in pairs");
 static_assert(K_SLICES * K_SLICE == HEAD_DIM && V_COLUMN_SLICES * V_COLUMNS == HEAD_DIM_V);
 static_assert(V_ROW_SLICES * V_ROWS == BLOCK_N);
@@ -61,7 +60,7 @@ struct QueryStorage {
     unsigned char q[Q_BYTES];
 };
 struct PipelineStorage {
-    unsigned char stages[larger(STAGES * STAGE_BYTES, cfg::SHARE_QKV ? Q_BYTES : 0)];
+    unsigned char stages[constant_max(STAGES * STAGE_BYTES, cfg::SHARE_QKV ? Q_BYTES : 0)];
 };
 template <bool USED>
 struct SplitKvStorage {

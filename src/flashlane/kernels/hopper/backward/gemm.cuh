@@ -75,18 +75,10 @@ __device__ __forceinline__ void zero_accumulator(float (&d)[N]) {
     for (int i = 0; i < N; ++i) d[i] = 0.f;
 }
 
-// This thread's index in its warpgroup, and the warpgroup's, read from %tid at each call, so that no register holds
-// them between calls.
-__device__ __forceinline__ int warpgroup_thread() {
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return static_cast<int>(thread % WARPGROUP);
-}
-__device__ __forceinline__ int warpgroup_of_thread() {
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return static_cast<int>(thread / WARPGROUP);
-}
+// This thread's index in its warpgroup, and the warpgroup's, read at each call, so that no register holds them between
+// calls.
+__device__ __forceinline__ int warpgroup_thread() { return static_cast<int>(thread_index_here() % WARPGROUP); }
+__device__ __forceinline__ int warpgroup_of_thread() { return static_cast<int>(thread_index_here() / WARPGROUP); }
 
 // Writes a warp's 16 rows of an accumulator, times `factor`, to shared memory as TMA stores them: chunks of 64 columns,
 // swizzled, `chunk_bytes` apart. `to` is a multiple of 1024.

@@ -179,9 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) hopper_backward_preproc
             for (int i = 0; i < ROWS_AT_ONCE; ++i) {
                 const int row = first_row + i * ROWS, query = first + row;
                 float sum = dot(a[i].x, b[i].x) + dot(a[i].y, b[i].y) + dot(a[i].z, b[i].z) + dot(a[i].w, b[i].w);
-                sum = has_columns ? sum : 0.f;
-#pragma unroll
-                for (int step = LANES / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+                sum = warp_sum<LANES>(has_columns ? sum : 0.f);
                 if (lane != 0 || (!EVEN_ROWS && row >= BLOCK_M)) continue;
                 const float lse = query <= last ? lse_of[i] : -INF;
                 const bool seen = lse != -INF;

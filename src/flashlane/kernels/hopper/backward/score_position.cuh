@@ -2,8 +2,8 @@
 #pragma once
 #include "hopper/backward/gemm.cuh"
 
-// The thread's first key and first query, and the mask of its sequence. It is computed from %tid wherever it is needed:
-// registers that held it would spill.
+// The thread's first key and first query, and the mask of its sequence. It is computed wherever it is needed: registers
+// that held it would spill.
 struct ScorePosition {
     TileMask mask;
     int key, query;

@@ -35,17 +35,14 @@ __device__ __forceinline__ void combine_row(const CombineParams& p, const ScoreP
     float top = fmaxf(extra, lane_lse);
 #pragma unroll 1
     for (int split = WARP; split < splits; split += WARP) top = fmaxf(top, lse_of(split + lane));
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+    top = warp_max(top);
     const float zero = top == -INF ? 0.f : top;
     float sum = ex2(lane_lse - zero);
 #pragma unroll 1
     for (int split = WARP; split < splits; split += WARP) sum += ex2(lse_of(split + lane) - zero);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-    sum = Score::sum_with_extra_logit(sum, extra, zero);
+    sum = Score::sum_with_extra_logit(warp_sum(sum), extra, zero);
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-    if (with_lse && lane == 0 && p.lse != nullptr) p.lse[flat] = sum == 0.f ? -INF : (zero + log2f(sum)) * LN_2;
+    if (with_lse && lane == 0 && p.lse != nullptr) p.lse[flat] = natural_lse(zero, sum);
 
     const float* partial =
         p.partial_out + ((static_cast<long long>(batch) * p.rows + row) * p.heads + head) * cfg::HEAD_DIM_V;

@@ -233,10 +233,8 @@ struct Mainloop {
     // S of two groups of eight keys from key 16 · `group` of the step's n-block on, by this warp alone. Q and K are in
     // shared memory still.
     __device__ __forceinline__ void scores_again(int group, Accumulator<float> (&again)[2]) const {
-        // The thread is read in asm, or ptxas computes the addresses before the loop over n-blocks, and spills them.
-        int thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        const int lane = thread % WARP;
+        // Or ptxas computes the addresses before the loop over n-blocks, and spills them.
+        const int thread = thread_index_here(), lane = thread % WARP;
         const int q_row = (thread / WARP - WARPS) * 16 + lane % 16, key = group * 16 + lane / 16 * 8 + lane % 8;
         const u32 q = SHARED(base, q) + queries.index * Q_BYTES + q_row * ROW_BYTES;
         const u32 k = SHARED(base, kv) + kv.index * STAGE_BYTES + key * ROW_BYTES;

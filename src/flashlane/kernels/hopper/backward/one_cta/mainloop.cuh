@@ -212,7 +212,7 @@ struct Consumer {
     __device__ __forceinline__ void first_step() {
         ping_pong_wait();
         begin_step();
-        // From %tid, so that the compiler keeps no address of this step for the loop, which would be longer.
+        // Read here, so that the compiler keeps no address of this step for the loop, which would be longer.
         const int consumer = uniform(warpgroup_of_thread() - 1);
         if constexpr (DP_FIRST) {
             gemm_dp(consumer);

@@ -152,14 +152,13 @@ struct Consumer {
         }
     }
 
-    // This thread's first query, relative to the warpgroup's, and its first key in an n-block. They are computed from
-    // %tid at each use: registers that held them would spill.
+    // This thread's first query, relative to the warpgroup's, and its first key in an n-block. They are computed
+    // at each use: registers that held them would spill.
     struct Position {
         int query, key;
     };
     static __device__ __forceinline__ Position position() {
-        int thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const int thread = thread_index_here();
         return {thread % WARPGROUP / WARP * 16 + thread % WARP / 4, 2 * (thread % 4)};
     }
 
