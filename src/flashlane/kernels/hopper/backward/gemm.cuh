@@ -98,6 +98,12 @@ __device__ __forceinline__ void stage_accumulator(const float (&d)[DIM / 2], u32
     }
 }
 
+// Waits until TMA has read what this warp staged.
+__device__ __forceinline__ void wait_for_staged() {
+    if (elect_one()) bulk_wait_read();
+    __syncwarp();
+}
+
 // Stores the first `rows` rows of a warpgroup's accumulator, times `factor`, in device memory; rows are
 // `stride` elements apart.
 template <int DIM>
@@ -139,4 +145,18 @@ __device__ __forceinline__ void store_accumulator(const float (&d)[DIM / 2], flo
             if (row < rows) *reinterpret_cast<float2*>(out + 8 * n) = make_float2(d[j] * factor, d[j + 1] * factor);
         }
     }
+}
+
+// Rows of a gradient of keys, from `first` of its sequence on, for a key/value head.
+struct KeyRows {
+    SequenceRows of;
+    int first, head;
+};
+// Stores a warpgroup's rows of dK or dV, times `factor`, with the strides of that gradient.
+template <int DIM>
+__device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], const KeyRows& rows, void* to,
+                                                    long long batch, long long row, long long head, float factor) {
+    const int count = rows.of.length - rows.first;
+    const long long at = rows.of.batch * batch + (rows.of.first + rows.first) * row + rows.head * head;
+    store_accumulator<DIM>(d, static_cast<DkdvElement*>(to) + at, row, count, factor);
 }

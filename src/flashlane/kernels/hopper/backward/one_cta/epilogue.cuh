@@ -10,9 +10,8 @@ template <int DIM>
 __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], const WorkTile& tile, int consumer,
                                                     void* to, long long batch, long long row, long long head,
                                                     float factor) {
-    const int first = tile.first_key + consumer * 64, rows = tile.seqlen.k_length - first;
-    const long long at = tile.seqlen.k_batch * batch + (tile.seqlen.k_first + first) * row + tile.kv_head * head;
-    store_accumulator<DIM>(d, static_cast<DkdvElement*>(to) + at, row, rows, factor);
+    const KeyRows keys{key_rows(tile.seqlen), tile.first_key + consumer * 64, tile.kv_head};
+    store_keys_gradient<DIM>(d, keys, to, batch, row, head, factor);
 }
 
 // ---- dK and dV through shared memory

@@ -74,11 +74,6 @@ struct Consumer {
 
     // ---- dK and dV by TMA
 
-    // Until TMA has read what this warp staged.
-    __device__ __forceinline__ void wait_for_staged() const {
-        if (elect_one()) bulk_wait_read();
-        __syncwarp();
-    }
     // DQ_AND_DS: dV of a warp in its own fragment of dQ, and dK of two warps in each stage of dS, in this
     // consumer's half of it.
     __device__ __forceinline__ void stage_dv(const WorkTile& tile, u32 slice) const {

@@ -181,11 +181,6 @@ struct Consumer {
         }
         return true;
     }
-    // Until TMA has read what this warp staged.
-    __device__ __forceinline__ void wait_for_staged() const {
-        if (elect_one()) bulk_wait_read();
-        __syncwarp();
-    }
     // By TMA: a warp's rows, whose copies run under the next tile.
     template <int DIM>
     __device__ __forceinline__ void store_by_tma(const float (&d)[DIM / 2], const TensorMap& map,
@@ -205,13 +200,10 @@ struct Consumer {
                                     owner.kv_head, key_rows(keys, owner));
         bulk_commit();
     }
-    template <int DIM>
-    __device__ __forceinline__ void store_keys_gradient(const float (&d)[DIM / 2], void* to, long long batch,
-                                                        long long row, long long head, float factor) const {
+    // The tile's rows of dK and dV.
+    __device__ __forceinline__ KeyRows tile_rows() const {
         const KeysRecord keys = keys_record(base, tiles);
         const OwnerRecord owner = owner_record(base, tiles);
-        DkdvElement* const out = static_cast<DkdvElement*>(to) + owner.tensor_batch * batch +
-                                 static_cast<long long>(owner.k_first + keys.first) * row + owner.kv_head * head;
-        store_accumulator<DIM>(d, out, row, keys.length - keys.first, factor);
+        return {key_rows(keys, owner), keys.first, owner.kv_head};
     }
 };

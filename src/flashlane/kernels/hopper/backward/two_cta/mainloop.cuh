@@ -33,7 +33,7 @@ struct DvConsumer : Consumer<0> {
         if constexpr (cfg::TMA_STORES) {
             store_by_tma<HEAD_DIM_V>(dv, p.dv_map, 1.f);
         } else {
-            store_keys_gradient<HEAD_DIM_V>(dv, p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
+            store_keys_gradient<HEAD_DIM_V>(dv, tile_rows(), p.dv, p.dv_batch, p.dv_row, p.dv_head, 1.f);
         }
     }
 
@@ -141,7 +141,7 @@ struct DkConsumer : Consumer<1> {
         if constexpr (cfg::TMA_STORES) {
             store_by_tma<HEAD_DIM>(dk, p.dk_map, p.scale);
         } else {
-            store_keys_gradient<HEAD_DIM>(dk, p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
+            store_keys_gradient<HEAD_DIM>(dk, tile_rows(), p.dk, p.dk_batch, p.dk_row, p.dk_head, p.scale);
         }
     }
 
