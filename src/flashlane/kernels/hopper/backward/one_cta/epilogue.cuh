@@ -42,27 +42,24 @@ __device__ __forceinline__ float4* partials_of(const Params& p, int tile, int sp
     const long long at = (static_cast<long long>(tile) * (p.splits - 1) + split) * CONSUMERS + consumer;
     return reinterpret_cast<float4*>(p.partials) + at * (VECTORS * WARPGROUP) + threadIdx.x % WARPGROUP;
 }
-// True when dK and dV are complete. A split that is not its tile's last one leaves them for the last split, which adds
-// them to its own. `split_of_all` is TileCoordinates::split.
+// True when dK and dV are complete: of a whole tile, and of a tile's last split. `split_of_all` is
+// TileCoordinates::split.
 __device__ __forceinline__ bool combine_splits(const Params& p, int split_of_all, int consumer,
                                                float (&dk)[HEAD_DIM / 2], float (&dv)[HEAD_DIM_V / 2]) {
     if (split_of_all == 0) return true;
-    const int tile = (split_of_all - 1) / p.splits, split = (split_of_all - 1) % p.splits, last = p.splits - 1;
-    int* const arrived = split_arrivals(p) + tile * CONSUMERS + consumer;
+    const TilePart part(p, split_of_all);
+    int* const arrived = split_arrivals(p) + part.tile * CONSUMERS + consumer;
     const bool first_thread = threadIdx.x % WARPGROUP == 0;
-    if (split < last) {
-        float4* to = partials_of(p, tile, split, consumer);
+    if (part.split < part.last) {
+        float4* to = partials_of(p, part.tile, part.split, consumer);
         store_partial(to, dk), store_partial(to, dv);
-        named_barrier_sync(1 + consumer, WARPGROUP);
-        if (first_thread) __threadfence(), atomicAdd(arrived, 1);  // releases what all threads stored
+        release_partials(arrived, WARPGROUP_BARRIER + consumer, first_thread);
         return false;
     }
-    // Splits are taken in their order, so that those before this one have their SMs, or are done.
-    if (first_thread) semaphore_wait(arrived, last);
-    named_barrier_sync(1 + consumer, WARPGROUP);
+    acquire_partials(arrived, part.last, WARPGROUP_BARRIER + consumer, first_thread);
 #pragma unroll 1
-    for (int i = 0; i < last; ++i) {
-        const float4* from = partials_of(p, tile, i, consumer);
+    for (int i = 0; i < part.last; ++i) {
+        const float4* from = partials_of(p, part.tile, i, consumer);
         add_partial(from, dk), add_partial(from, dv);
     }
     return true;

@@ -308,9 +308,6 @@ struct Consumer {
 
     // ---- ping-pong scheduling
 
-    // There is one of each for each consumer.
-    enum NamedBarrier { WARPGROUP_BARRIER = 1, PING_PONG_BARRIER = 3 };
-
     __device__ __forceinline__ void ping_pong_wait() const {
         if (PING_PONG != PingPong::OFF) named_barrier_sync(PING_PONG_BARRIER + number, CONSUMERS * WARPGROUP);
     }

@@ -137,6 +137,9 @@ struct SharedStorage {
     u32 unused[3];
 };
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
+// Named barriers: one of each for each consumer.
+enum NamedBarrier { WARPGROUP_BARRIER = 1, PING_PONG_BARRIER = WARPGROUP_BARRIER + CONSUMERS };
+
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
 // The address of a member; `base` is that of the struct.

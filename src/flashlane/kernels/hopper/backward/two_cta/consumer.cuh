@@ -149,32 +149,28 @@ struct Consumer {
         arrive(SMEM(tile_empty), tiles % TILE_STAGES);
         ++tiles;
     }
-    // True when the sums of the tile's dK or dV are complete. A split that is not its tile's last one leaves them for
-    // the last split, which adds them to its own, in their order.
+    // True when the sums of the tile's dK or dV are complete: of a whole tile, and of a tile's last split.
     template <int DIM>
     __device__ __forceinline__ bool combine_splits(float (&d)[DIM / 2]) const {
         if constexpr (cfg::SPLIT_Q) {
             const int of_all = uniform(split_record(base, tiles).split);
             if (of_all == 0) return true;
-            const int tile = (of_all - 1) / p.splits, split = (of_all - 1) % p.splits, last = p.splits - 1;
+            const TilePart part(p, of_all);
             constexpr int DV = HEAD_DIM_V / 8 * WARPGROUP, DK = HEAD_DIM / 8 * WARPGROUP;  // vectors
-            const long long place = static_cast<long long>(tile) * last * CTAS + rank;
+            const long long place = static_cast<long long>(part.tile) * part.last * CTAS + rank;
             float4* const first = reinterpret_cast<float4*>(p.partials) + place * (DV + DK) + (NUMBER ? DV : 0) +
                                   threadIdx.x % WARPGROUP;
-            int* const arrived = split_arrivals(p) + (tile * CTAS + rank) * CONSUMERS + NUMBER;
+            int* const arrived = split_arrivals(p) + (part.tile * CTAS + rank) * CONSUMERS + NUMBER;
             const bool first_thread = threadIdx.x % WARPGROUP == 0;
-            if (split < last) {
-                float4* to = first + static_cast<long long>(split) * CTAS * (DV + DK);
+            if (part.split < part.last) {
+                float4* to = first + static_cast<long long>(part.split) * CTAS * (DV + DK);
                 store_partial(to, d);
-                named_barrier_sync(WARPGROUP_BARRIER + NUMBER, WARPGROUP);
-                if (first_thread) __threadfence(), atomicAdd(arrived, 1);  // releases what all threads stored
+                release_partials(arrived, WARPGROUP_BARRIER + NUMBER, first_thread);
                 return false;
             }
-            // Splits are taken in their order, so that those before this one have their SMs, or are done.
-            if (first_thread) semaphore_wait(arrived, last);
-            named_barrier_sync(WARPGROUP_BARRIER + NUMBER, WARPGROUP);
+            acquire_partials(arrived, part.last, WARPGROUP_BARRIER + NUMBER, first_thread);
 #pragma unroll 1
-            for (int i = 0; i < last; ++i) {
+            for (int i = 0; i < part.last; ++i) {
                 const float4* from = first + static_cast<long long>(i) * CTAS * (DV + DK);
                 add_partial(from, d);
             }
