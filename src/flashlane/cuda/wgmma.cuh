@@ -2,12 +2,13 @@
 //
 // Wgmma<N>, which flashlane.kernels.hopper.wgmma writes for the sizes that a configuration needs, has
 //     ss(d, a, b, accumulate)      A and B in shared memory, both with k innermost (d += A·Bᵀ of row-major A and B)
-//     ss_mt(d, a, b, accumulate)   A with m innermost (d += Aᵀ·Bᵀ of row-major A and B)
-//     ss_mn(d, a, b, accumulate)   B with n innermost (d += A·B of a row-major A and B)
 //     rs(d, a, b, accumulate)      A in registers
-//     rs_mn(d, a, b, accumulate)   A in registers, B with n innermost (d += A·B of a row-major B)
+//     ss_mt(d, a, b)               A with m innermost (d += Aᵀ·Bᵀ of row-major A and B)
+//     ss_mn(d, a, b)               B with n innermost (d += A·B of a row-major A and B)
+//     rs_mn(d, a, b)               A in registers, B with n innermost (d += A·B of a row-major B)
 //     ss_first, ss_mt_first, ss_mn_first, rs_mn_first
 //                                  d = the product: the old d is not read, so its registers are free until then
+// Without `accumulate` ss and rs give d = the product, too, but read the old d.
 //
 // Accumulator of one thread (lane l of warp w): d[4j + {0, 1}] are row 16w + l/4, columns 8j + 2(l%4) + {0, 1};
 // d[4j + {2, 3}] are the same columns eight rows below. A in registers is laid out alike, so that two neighbouring

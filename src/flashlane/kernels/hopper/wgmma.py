@@ -39,44 +39,36 @@ def _shape(suffix: str, n: int, n_inner: bool, rs_first: bool) -> str:
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     registers = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
     instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{suffix}.{suffix} {{{accumulators}}}"
-    in_registers = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate))'
 
-    def first(name: str, tail: str) -> str:
-        a, b = f"%{count}", f"%{count + 1}"
-        text = f"{{ .reg .pred p; setp.ne.b32 p, 0, 0; {instruction}, {a}, {b}, p, {tail}; }}"
+    def product(name: str, transposes: str, accumulate: bool | None = True) -> str:
+        """A function; ``accumulate``: whether d is added to, and None where its caller says that."""
+        in_registers = name.startswith("rs")
+        a, b = (registers, count + 4) if in_registers else (f"%{count}", count + 1)
+        # Of a sum the predicate is an operand, too: ptxas orders some kernels otherwise where it is an immediate.
+        predicate = 0 if accumulate is False else f"%{b + 1}"
+        text = f"{{ .reg .pred p; setp.ne.b32 p, {predicate}, 0; {instruction}, {a}, %{b}, p, 1, 1, {transposes}; }}"
+        inputs = '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])' if in_registers else '"l"(a)'
+        inputs += ', "l"(b)' + {None: ', "r"(int(accumulate))', True: ', "r"(1)', False: ""}[accumulate]
+        results = outputs.replace("+f", "=f") if accumulate is False else outputs
+        argument = (
+            ("const u32* a" if in_registers else "u64 a") + ", u64 b" + ", bool accumulate" * (accumulate is None)
+        )
         return (
-            f"  static __device__ __forceinline__ void {name}(float (&d)[{count}], u64 a, u64 b) {{\n"
-            f'    asm volatile("{text}"\n      : {outputs.replace("+f", "=f")}\n      : "l"(a), "l"(b));\n  }}'
+            f"  static __device__ __forceinline__ void {name}(float (&d)[{count}], {argument}) {{\n"
+            f'    asm volatile("{text}"\n      : {results}\n      : {inputs});\n  }}'
         )
 
-    def first_of_registers(name: str, tail: str) -> str:
-        text = f"{{ .reg .pred p; setp.ne.b32 p, 0, 0; {instruction}, {registers}, %{count + 4}, p, {tail}; }}"
-        return (
-            f"  static __device__ __forceinline__ void {name}(float (&d)[{count}], const u32* a, u64 b) {{\n"
-            f'    asm volatile("{text}"\n      : {outputs.replace("+f", "=f")}\n'
-            f'      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));\n  }}'
-        )
-
-    def function(name: str, argument: str, a: str, operands: int, tail: str, inputs: str) -> str:
-        b, accumulate = f"%{count + operands}", f"%{count + operands + 1}"
-        text = f"{{ .reg .pred p; setp.ne.b32 p, {accumulate}, 0; {instruction}, {a}, {b}, p, {tail}; }}"
-        return (
-            f"  static __device__ __forceinline__ void {name}(float (&d)[{count}], {argument}, u64 b,"
-            f' bool accumulate) {{\n    asm volatile("{text}"\n      : {outputs}\n      : {inputs});\n  }}'
-        )
-
-    in_shared = '"l"(a), "l"(b), "r"(int(accumulate))'
-    more = (function("ss_mn", "u64 a", f"%{count}", 1, "1, 1, 0, 1", in_shared), first("ss_mn_first", "1, 1, 0, 1"))
+    more = (product("ss_mn", "0, 1"), product("ss_mn_first", "0, 1", False))
     return "\n".join(
         (
             f"template <>\nstruct Wgmma<{n}> {{",
-            function("ss", "u64 a", f"%{count}", 1, "1, 1, 0, 0", in_shared),
-            first("ss_first", "1, 1, 0, 0"),
-            function("ss_mt", "u64 a", f"%{count}", 1, "1, 1, 1, 0", in_shared),
-            first("ss_mt_first", "1, 1, 1, 0"),
-            function("rs", "const u32* a", registers, 4, "1, 1, 0", in_registers),
-            function("rs_mn", "const u32* a", registers, 4, "1, 1, 1", in_registers),
-            *((first_of_registers("rs_mn_first", "1, 1, 1"),) if rs_first else ()),
+            product("ss", "0, 0", None),
+            product("ss_first", "0, 0", False),
+            product("ss_mt", "1, 0"),
+            product("ss_mt_first", "1, 0", False),
+            product("rs", "0", None),
+            product("rs_mn", "1"),
+            *((product("rs_mn_first", "1", False),) if rs_first else ()),
             *(more if n_inner else ()),
             "};",
         )

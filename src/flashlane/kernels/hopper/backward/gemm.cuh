@@ -24,7 +24,7 @@ struct LastStep {
     template <int N>
     __device__ __forceinline__ void add(float (&d)[N / 2]) const {
         constexpr u64 B_GROUP = COLUMNS_GROUP * 2;
-        if constexpr (EXISTS) Wgmma<N>::ss_mn(d, u64(a >> 4), B_GROUP >> 4 << 32 | u64(b >> 4), true);
+        if constexpr (EXISTS) Wgmma<N>::ss_mn(d, u64(a >> 4), B_GROUP >> 4 << 32 | u64(b >> 4));
     }
 };
 
@@ -48,24 +48,33 @@ __device__ __forceinline__ void gemm_ss(float (&d)[N / 2], u32 a, u32 b, const L
     wgmma_commit();
 }
 
-// d += A·B, with A in registers and B as ROWS rows of DIM columns at `b`, whose chunks have ROWS · 128 bytes.
-template <int DIM, int ROWS>
-__device__ __forceinline__ void gemm_rs(float (&d)[DIM / 2], const u32 (&a)[ROWS / 4], u32 b) {
-    const u64 b_first = wgmma_n_inner(b, ROWS * ROW_BYTES);
+// d = A·B of 64 rows at `a` and ROWS rows of DIM columns at `b`. A_CHUNK and B_CHUNK are the bytes from one chunk to the
+// next.
+template <int DIM, int ROWS, u32 A_CHUNK, u32 B_CHUNK>
+__device__ __forceinline__ void gemm_ss_mn(float (&d)[DIM / 2], u32 a, u32 b) {
+    const u64 a_first = opaque(wgmma_k_inner(a)), b_first = wgmma_n_inner(b, B_CHUNK);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < ROWS / 16; ++i) Wgmma<DIM>::rs_mn(d, &a[4 * i], b_first + i * (16 * ROW_BYTES / 16), true);
+    for (int i = 0; i < ROWS / 16; ++i) {
+        const u64 a_step = a_first + (i / 4 * A_CHUNK + i % 4 * 32) / 16, b_step = b_first + i * (16 * ROW_BYTES / 16);
+        if (i == 0) {
+            Wgmma<DIM>::ss_mn_first(d, a_step, b_step);
+        } else {
+            Wgmma<DIM>::ss_mn(d, a_step, b_step);
+        }
+    }
     wgmma_commit();
 }
 
-// The same, d = A·B.
-template <int DIM, int ROWS>
-__device__ __forceinline__ void gemm_rs_first(float (&d)[DIM / 2], const u32 (&a)[ROWS / 4], u32 b) {
+// d += A·B, or with FIRST d = A·B, with A in registers and B as ROWS rows of DIM columns at `b`, whose chunks have
+// ROWS · 128 bytes.
+template <int DIM, int ROWS, bool FIRST = false>
+__device__ __forceinline__ void gemm_rs(float (&d)[DIM / 2], const u32 (&a)[ROWS / 4], u32 b) {
     const u64 b_first = wgmma_n_inner(b, ROWS * ROW_BYTES);
     wgmma_fence();
-    Wgmma<DIM>::rs_mn_first(d, &a[0], b_first);
+    if constexpr (FIRST) Wgmma<DIM>::rs_mn_first(d, &a[0], b_first);
 #pragma unroll
-    for (int i = 1; i < ROWS / 16; ++i) Wgmma<DIM>::rs_mn(d, &a[4 * i], b_first + i * (16 * ROW_BYTES / 16), true);
+    for (int i = FIRST; i < ROWS / 16; ++i) Wgmma<DIM>::rs_mn(d, &a[4 * i], b_first + i * (16 * ROW_BYTES / 16));
     wgmma_commit();
 }
 

@@ -111,7 +111,7 @@ struct Mainloop {
         const u64 v = wgmma_n_inner(SHARED(base, kv) + K_BYTES + kv.index * STAGE_BYTES, KV_CHUNK);
 #pragma unroll
         for (int i = 0; i < PV_STEPS; ++i)
-            Wgmma<COLUMNS_V>::rs_mn(o, &probabilities[4 * i], v + i * (16 * ROW_BYTES / 16), true);
+            Wgmma<COLUMNS_V>::rs_mn(o, &probabilities[4 * i], v + i * (16 * ROW_BYTES / 16));
         wgmma_commit();
     }
     __device__ __forceinline__ void load_q_fragments() {

@@ -221,14 +221,14 @@ struct Consumer {
         wgmma_wait<DP_FIRST ? 0 : 1>(s);
         if (DP_FIRST) ping_pong_arrive(PingPong::UNTIL_COMPLETE);
         make_probabilities();
-        gemm_rs_first<HEAD_DIM_V, BLOCK_M>(dv, probabilities, do_tile());
+        gemm_rs<HEAD_DIM_V, BLOCK_M, true>(dv, probabilities, do_tile());
         wgmma_wait<1>(dp);
         if (!DP_FIRST) ping_pong_arrive(PingPong::UNTIL_COMPLETE);
         if (IN_DS) wait_for_staged_of_all();
         make_ds();
         wgmma_wait<0>(dv);
         arrive(SMEM(do_empty), do_stage());
-        gemm_rs_first<HEAD_DIM, BLOCK_M>(dk, ds, q_tile());
+        gemm_rs<HEAD_DIM, BLOCK_M, true>(dk, ds, q_tile());
         publish_ds(ds_slice());
         wgmma_wait<0>(dk);
         arrive(SMEM(q_empty), q_stage());
@@ -349,7 +349,8 @@ struct Consumer {
         wait<DS_STAGES>(SMEM(ds_full), dq_slices());
         if constexpr (MIXED_DQ) {
             if (number == 1) {
-                gemm_dq_rest<REST_COLUMNS>(keys);
+                gemm_ss_mn<REST_COLUMNS, BLOCK_N, ROWS_CHUNK, KEYS_CHUNK>(
+                    dq_rest, SMEM_TILE(ds) + dq_slices() % DS_STAGES * DS_BYTES, keys + KEYS_CHUNK);
                 return;
             }
         }
@@ -363,28 +364,12 @@ struct Consumer {
             if (i == 0) {
                 Wgmma<SLICE_ROWS>::ss_mt_first(dq, a_step, b_step);
             } else {
-                Wgmma<SLICE_ROWS>::ss_mt(dq, a_step, b_step, true);
+                Wgmma<SLICE_ROWS>::ss_mt(dq, a_step, b_step);
             }
         }
         wgmma_commit();
     }
 
-    template <int COLUMNS>
-    __device__ __forceinline__ void gemm_dq_rest(u32 keys) {
-        const u64 a = opaque(wgmma_k_inner(SMEM_TILE(ds) + dq_slices() % DS_STAGES * DS_BYTES));
-        const u64 b = wgmma_n_inner(keys + KEYS_CHUNK, KEYS_CHUNK);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 16; ++i) {
-            const u64 a_step = a + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16, b_step = b + i * (16 * ROW_BYTES / 16);
-            if (i == 0) {
-                Wgmma<COLUMNS>::ss_mn_first(dq_rest, a_step, b_step);
-            } else {
-                Wgmma<COLUMNS>::ss_mn(dq_rest, a_step, b_step, true);
-            }
-        }
-        wgmma_commit();
-    }
     // dQ is complete, and PENDING later groups may be in flight.
     template <int PENDING>
     __device__ __forceinline__ void wait_for_dq() {

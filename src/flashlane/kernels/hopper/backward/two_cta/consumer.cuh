@@ -79,19 +79,8 @@ struct Consumer {
     // of the cluster.
     __device__ __forceinline__ void gemm_dq() {
         mbarrier_wait(barrier_of(SMEM(ds_full), ds_read().index), ds_read().phase);
-        const u64 a = opaque(wgmma_k_inner(SMEM(ds) + ds_read().index * DS_BYTES));
-        const u64 b = wgmma_n_inner(SMEM(k) + NUMBER * (CTAS * KEYS_CHUNK), KEYS_CHUNK);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < cfg::BLOCK_N / 16; ++i) {
-            const u64 a_step = a + (i / 4 * ROWS_CHUNK + i % 4 * 32) / 16, b_step = b + i * (16 * ROW_BYTES / 16);
-            if (i == 0) {
-                Wgmma<COLUMNS>::ss_mn_first(dq, a_step, b_step);
-            } else {
-                Wgmma<COLUMNS>::ss_mn(dq, a_step, b_step, true);
-            }
-        }
-        wgmma_commit();
+        gemm_ss_mn<COLUMNS, cfg::BLOCK_N, ROWS_CHUNK, KEYS_CHUNK>(dq, SMEM(ds) + ds_read().index * DS_BYTES,
+                                                                  SMEM(k) + NUMBER * (CTAS * KEYS_CHUNK));
     }
     // Adds dQ to dq_accum from registers, and releases its stage of dS. IN_ORDER: after the n-blocks before this one.
     __device__ __forceinline__ void add_dq() {
@@ -126,6 +115,13 @@ struct Consumer {
 
     // ---- the ends of a tile
 
+    // Runs `run_tile(steps)` for each tile of the CTA.
+    template <typename RunTile>
+    __device__ __forceinline__ void run_tiles(const RunTile& run_tile) {
+        griddepcontrol_wait();                            // for the zeros of dq_accum
+        for (int steps; (steps = next_tile()) != NO_TILE; end_tile()) run_tile(steps);
+        if (cfg::TMA_STORES) wait_for_staged();
+    }
     // Steps of the next tile, or NO_TILE.
     __device__ __forceinline__ int next_tile() const { return uniform(wait_tile(base, tiles)); }
     // Waits for K or V, loads the half that goes to registers, and releases its memory, which becomes a stage of dS.

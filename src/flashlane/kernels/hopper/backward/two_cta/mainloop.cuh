@@ -12,9 +12,7 @@ struct DvConsumer : Consumer<0> {
     using Consumer<0>::Consumer;
 
     __device__ __forceinline__ void run() {
-        griddepcontrol_wait();                            // for the zeros of dq_accum
-        for (int count; (count = next_tile()) != NO_TILE; end_tile()) run_tile(count);
-        if (cfg::TMA_STORES) wait_for_staged();
+        run_tiles([&](int count) { run_tile(count); });
     }
 
     __device__ __forceinline__ void run_tile(int count) {
@@ -50,7 +48,7 @@ struct DvConsumer : Consumer<0> {
         make_probabilities(s, probabilities, step);       // its arrival lets the other consumer release Q and LSE
         wait_do();
         if constexpr (FIRST) {
-            gemm_rs_first<HEAD_DIM_V, BLOCK_M>(dv, probabilities, dout);                    // gemm_dv
+            gemm_rs<HEAD_DIM_V, BLOCK_M, true>(dv, probabilities, dout);                    // gemm_dv
         } else {
             gemm_dq();
             gemm_rs<HEAD_DIM_V, BLOCK_M>(dv, probabilities, dout);
@@ -120,9 +118,7 @@ struct DkConsumer : Consumer<1> {
     using Consumer<1>::Consumer;
 
     __device__ __forceinline__ void run() {
-        griddepcontrol_wait();                            // for the zeros of dq_accum
-        for (int count; (count = next_tile()) != NO_TILE; end_tile()) run_tile(count);
-        if (cfg::TMA_STORES) wait_for_staged();
+        run_tiles([&](int count) { run_tile(count); });
     }
 
     __device__ __forceinline__ void run_tile(int count) {
@@ -161,7 +157,7 @@ struct DkConsumer : Consumer<1> {
         arrive_both(SMEM(do_empty), do_state().index);
         wait_q();
         if constexpr (FIRST) {
-            gemm_rs_first<HEAD_DIM, BLOCK_M>(dk, ds, q);                                    // gemm_dk
+            gemm_rs<HEAD_DIM, BLOCK_M, true>(dk, ds, q);                                    // gemm_dk
             mbarrier_wait(SMEM(k_full), full_tiles % 2);  // for dQ
         } else {
             gemm_dq();
