@@ -1,5 +1,6 @@
 // Copies of tiles from device to shared memory, and a transpose among the lanes of a quad.
 #pragma once
+#include "math.cuh"
 #include "mma.cuh"
 #include "swizzle.cuh"
 
@@ -21,7 +22,7 @@ __device__ __forceinline__ void load_tile(u32 tile, const View<Element>& view, i
                                           int first_column) {
     constexpr int CHUNKS = COLUMNS / CHUNK;
     constexpr int STEP = THREADS / CHUNKS;  // rows that all threads copy at once
-    constexpr int PASSES = (ROWS + STEP - 1) / STEP;
+    constexpr int PASSES = ceil_div(ROWS, STEP);
     const int row = threadIdx.x / CHUNKS, chunk = threadIdx.x % CHUNKS, column = first_column + chunk * CHUNK;
     if (THREADS % CHUNKS != 0 && row >= STEP) return;
     const int valid_rows = column < view.columns ? view.rows - first_row : 0;

@@ -1,6 +1,7 @@
 // Keys and values in the pages of a cache: which page holds a row, and copies of tiles whose rows lie in pages.
 #pragma once
 #include "attention/seqlen.cuh"
+#include "math.cuh"
 #include "swizzle.cuh"
 #include "tma.cuh"
 
@@ -54,7 +55,7 @@ struct PagedTileReader {
                                              int key, int columns) const {
         constexpr int CHUNKS = Layout::CHUNKS;
         constexpr int STEP = THREADS / CHUNKS;  // rows of one pass
-        constexpr int PASSES = (KEYS + STEP - 1) / STEP;
+        constexpr int PASSES = ceil_div(KEYS, STEP);
         static_assert(STEP >= 1, "a row of a tile has no more chunks than there are threads");
         const int row = thread / CHUNKS, chunk = thread % CHUNKS;
         const bool works = THREADS % CHUNKS == 0 || row < STEP;
@@ -93,7 +94,8 @@ struct PagedRows {
 template <typename Element, int BLOCK_N, int WARPS, int VECTORS, int CHUNK_BYTES, typename Seqlen>
 __device__ __forceinline__ void gather_rows(const SeqlenParams& p, const Seqlen& sequence, const PagedRows& from,
                                             u32 destination, int n_block, int head, int warp, int column, int columns) {
-    constexpr int WARP_ROWS = BLOCK_N / WARPS, CHUNKS = (VECTORS + 7) / 8, VECTOR = 8;  // VECTOR: columns of 16 bytes
+    constexpr int WARP_ROWS = BLOCK_N / WARPS, CHUNKS = ceil_div(VECTORS, 8);
+    constexpr int VECTOR = 8;  // columns of 16 bytes
     constexpr int CHUNK_COLUMNS = 64, ROW_BYTES = 128;
     const int lane = threadIdx.x % WARP;
     const Element* data = static_cast<const Element*>(from.data) + head * from.head + column + lane % 8 * VECTOR;

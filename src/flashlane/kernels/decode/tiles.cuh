@@ -7,6 +7,7 @@
 #include "attention/score.cuh"
 #include "attention/semaphore.cuh"
 #include "offsetof.cuh"
+#include "optional.cuh"
 #include "params.cuh"
 #include "tile.cuh"
 
@@ -22,8 +23,7 @@ constexpr int CTA_THREADS = THREADS + (TMA || STREAM_K ? WARP : 0);  // with the
 // planes of 64 columns (128 bytes), the width of a TMA box. Stages of a warp group follow each other; with stream-K
 // those of all warp groups do, so that the tiles of one step lie together.
 constexpr int PLANE_COLUMNS = 64, PLANE_BYTES = STEP * PLANE_COLUMNS * 2;
-constexpr int K_PLANES = (HEAD_DIM + PLANE_COLUMNS - 1) / PLANE_COLUMNS;
-constexpr int V_PLANES = (HEAD_DIM_V + PLANE_COLUMNS - 1) / PLANE_COLUMNS;
+constexpr int K_PLANES = ceil_div(HEAD_DIM, PLANE_COLUMNS), V_PLANES = ceil_div(HEAD_DIM_V, PLANE_COLUMNS);
 using LayoutQ = TileLayout<HEAD_DIM, true>;
 using LayoutK = TileLayout<TMA ? PLANE_COLUMNS : HEAD_DIM, true>;
 using LayoutV = TileLayout<TMA ? PLANE_COLUMNS : HEAD_DIM_V, true>;
@@ -36,7 +36,7 @@ constexpr int GROUP_STRIDE = STREAM_K ? STAGE_BYTES : PIPELINE_BYTES;
 
 // Sums of P·V of one warp group, CTA or split are rows of floats. Columns are permuted by XOR, so that a quarter of a
 // warp writes rows without bank conflicts.
-constexpr int SUM_STRIDE = (HEAD_DIM_V + 31) / 32 * 32, SUM_BYTES = BLOCK_M * SUM_STRIDE * 4;
+constexpr int SUM_STRIDE = ceil_div(HEAD_DIM_V, 32) * 32, SUM_BYTES = BLOCK_M * SUM_STRIDE * 4;
 __device__ __forceinline__ int sum_at(int row, int column) { return row * SUM_STRIDE + (column ^ row % 4 * 8); }
 // The output is combined in vectors of four columns, row by row. Their number is a constant, so that threads divide by
 // what the compiler knows; those after the problem's last column are zeros, and are not stored.
@@ -90,11 +90,9 @@ struct PipelineStorage {  // from shared_memory on; TMA's swizzle needs it at a 
     unsigned char stages[TMA || STREAM_K ? PIPELINES_BYTES : SCRATCH_BYTES];
     unsigned char queries[QUERY_STAGES * QUERY_BYTES];
 };
-template <bool USED>
 struct ScratchStorage {
     alignas(16) unsigned char scratch[LEAST_SCRATCH];
 };
-template <bool USED>
 struct ClusterStorage {  // what the other CTAs of the cluster read
     PartialSoftmax cta_statistics[BLOCK_M];
     float cta_sums[SUM_BYTES / 4];
@@ -103,31 +101,19 @@ struct StatisticsStorage {
     PartialSoftmax statistics[WARP_GROUPS * BLOCK_M];
     alignas(16) u32 arrival[4];  // how many splits arrived before this one
 };
-template <bool USED>
 struct BarrierStorage {
     u64 full[STAGES], empty[STAGES];
 };
-template <bool USED>
 struct TileQueueStorage {
     u64 tile_full[TILE_STAGES], tile_empty[TILE_STAGES];
     alignas(16) unsigned char tiles[TILE_STAGES][WORK_TILE_BYTES];
 };
-template <>
-struct ScratchStorage<false> {};
-template <>
-struct ClusterStorage<false> {};
-template <>
-struct BarrierStorage<false> {};
-template <>
-struct TileQueueStorage<false> {};
-
 struct SharedStorage : PipelineStorage,
-                       ScratchStorage<OWN_SCRATCH>,
-                       ClusterStorage<(CLUSTER > 1)>,
+                       Optional<OWN_SCRATCH, ScratchStorage>,
+                       Optional<(CLUSTER > 1), ClusterStorage>,
                        StatisticsStorage,
-                       BarrierStorage<TMA>,
-                       TileQueueStorage<STREAM_K> {};
-
+                       Optional<TMA, BarrierStorage>,
+                       Optional<STREAM_K, TileQueueStorage> {};
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
 static_assert(BLOCK_N % 16 == 0 && STAGES >= 2 && (BLOCK_N <= WARP || cfg::PAGES != PAGES_ANY));
 static_assert(!TMA || (LEAST_SCRATCH <= STAGE_BYTES && cfg::PAGES != PAGES_ANY && STEP % cfg::BOX_ROWS == 0));

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, cfg::MIN_BLOCKS) mma_atten
     // Key/value tiles that some row of the CTA sees, and the keys that every row sees.
     const int last_row = min(out_tile.row + BLOCK_M, p.seqlen_q) - 1;
     const int first_tile = mask.first(out_tile.row) / BLOCK_N;
-    const int tiles = (max(mask.end(last_row), 0) + BLOCK_N - 1) / BLOCK_N - first_tile;
+    const int tiles = ceil_div(max(mask.end(last_row), 0), BLOCK_N) - first_tile;
     const int unmasked_first = mask.first(last_row), unmasked_end = mask.end(out_tile.row);
 
     const u32 shared = shared_address(shared_memory), pipeline = shared + PIPELINE_OFFSET;

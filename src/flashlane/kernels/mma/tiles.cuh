@@ -5,6 +5,7 @@
 #include "attention/online_softmax.cuh"
 #include "attention/tile_scheduler.cuh"
 #include "offsetof.cuh"
+#include "optional.cuh"
 #include "params.cuh"
 #include "tile.cuh"
 
@@ -51,27 +52,23 @@ static_assert(K_SLICES == 1 || !Q_IN_REGISTERS, "registers hold all of Q or none
 using Params = AttentionParams<Element>;
 using Scores = float[M_TILES][S_TILES * 4];  // of one warp
 
-// ---- shared memory. Parts that a configuration does not need take no space: they are empty bases.
+// ---- shared memory
 
 // Q, before the pipeline. With SHARE_QKV it is in registers before the pipeline takes its memory; a streamed Q comes
 // slice by slice in the stages.
-template <bool USED>
 struct QueryStorage {
     unsigned char q[Q_BYTES];
 };
 struct PipelineStorage {
     unsigned char stages[constant_max(STAGES * STAGE_BYTES, cfg::SHARE_QKV ? Q_BYTES : 0)];
 };
-template <bool USED>
 struct SplitKvStorage {
     unsigned char p[LayoutP::bytes(BLOCK_M)];
     float row_statistics[BLOCK_M * WARPS_KV];
 };
-template <>
-struct QueryStorage<false> {};
-template <>
-struct SplitKvStorage<false> {};
-struct LoopStorage : QueryStorage<!cfg::SHARE_QKV && !Q_STREAMED>, PipelineStorage, SplitKvStorage<SPLIT_KV> {};
+struct LoopStorage : Optional<!cfg::SHARE_QKV && !Q_STREAMED, QueryStorage>,
+                     PipelineStorage,
+                     Optional<SPLIT_KV, SplitKvStorage> {};
 template <bool OUT_TILE>
 union StorageOf {
     LoopStorage loop;

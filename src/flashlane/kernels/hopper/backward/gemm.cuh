@@ -7,7 +7,7 @@
 #include "tile.cuh"
 #include "wgmma.cuh"
 
-constexpr int QK_STEPS = (HEAD_DIM + 15) / 16, V_STEPS = (HEAD_DIM_V + 15) / 16;
+constexpr int QK_STEPS = ceil_div(HEAD_DIM, 16), V_STEPS = ceil_div(HEAD_DIM_V, 16);
 
 // Returns x and hides its bits from ptxas, which then adds an offset to it in one instruction. ptxas takes two where it
 // knows some of the bits.

@@ -13,7 +13,7 @@
 
 constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V;
 constexpr int CHUNK_COLUMNS = 64, ROW_BYTES = 128;        // tiles lie in chunks of 64 columns; zeros fill the last one
-constexpr int QK_CHUNKS = (HEAD_DIM + 63) / 64, V_CHUNKS = (HEAD_DIM_V + 63) / 64;
+constexpr int QK_CHUNKS = ceil_div(HEAD_DIM, CHUNK_COLUMNS), V_CHUNKS = ceil_div(HEAD_DIM_V, CHUNK_COLUMNS);
 constexpr int WARPGROUP = 128;
 
 struct PlainParams {
@@ -56,7 +56,7 @@ __device__ __forceinline__ SequenceRows query_rows(const QuerySeqlen& of) {
 __device__ __forceinline__ SequenceRows key_rows(const Seqlen& of) { return {of.k_first, of.k_length, of.k_batch}; }
 constexpr bool PACKED_ROWS = cfg::VARLEN;
 
-constexpr int MASK_UNITS = (BLOCK_M + UNIT - 1) / UNIT;  // of an m-block, with MASK_BITS
+constexpr int MASK_UNITS = ceil_div(BLOCK_M, UNIT);  // of an m-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_M % UNIT == 0 && !Program::HAS_MASK));
 // Whether a program or block lists take part in the probabilities, and not only score modifiers and a window.
 constexpr bool BY_PROGRAM = cfg::BLOCK_LISTS || Program::HAS_SCORE;

@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postproces
             if (i + WARPS < GROUPS) rows_of(j).write(y, slice_of(j), p.scale);
         }
     } else {
-        constexpr int ROW_GROUPS = BLOCK_M / 16, GROUPS = ROW_GROUPS * ((HEAD_DIM + 31) / 32);
+        constexpr int ROW_GROUPS = BLOCK_M / 16, GROUPS = ROW_GROUPS * ceil_div(HEAD_DIM, 32);
         const auto row_of = [](int group) { return group % ROW_GROUPS * 16; };
         const auto columns_of = [](int group) { return group / ROW_GROUPS * 32; };
 #pragma unroll 1

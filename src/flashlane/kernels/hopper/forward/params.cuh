@@ -32,8 +32,8 @@ constexpr int WARPGROUP = 128, WARPS = 4, THREADS = WARPGROUP * (CONSUMERS + 1),
 constexpr int CTA_ROWS = CONSUMER_ROWS * CONSUMERS;  // of a tile, that one CTA has
 constexpr int CHUNK_COLUMNS = 64, ROW_BYTES = 128;   // tiles lie in chunks of 64 columns; zeros fill the last one
 constexpr int VECTOR = 8;                            // columns of 16 bytes
-constexpr int QK_CHUNKS = (HEAD_DIM + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS, QK_STEPS = (HEAD_DIM + 15) / 16;
-constexpr int V_CHUNKS = (COLUMNS_V + CHUNK_COLUMNS - 1) / CHUNK_COLUMNS, PV_STEPS = BLOCK_N / 16;
+constexpr int QK_CHUNKS = ceil_div(HEAD_DIM, CHUNK_COLUMNS), QK_STEPS = ceil_div(HEAD_DIM, 16);
+constexpr int V_CHUNKS = ceil_div(COLUMNS_V, CHUNK_COLUMNS), PV_STEPS = BLOCK_N / 16;
 constexpr u32 Q_CHUNK = CTA_ROWS * ROW_BYTES, KV_CHUNK = BLOCK_N * ROW_BYTES;
 constexpr u32 Q_BYTES = QK_CHUNKS * Q_CHUNK, K_BYTES = QK_CHUNKS * KV_CHUNK, V_BYTES = V_CHUNKS * KV_CHUNK;
 constexpr u32 STAGE_BYTES = K_BYTES + V_BYTES;
@@ -70,7 +70,7 @@ constexpr bool ROW_OFFSET = Score::HAS_DISTANCE || Program::IS_LINEAR;
 static_assert(!cfg::DEFERRED_MAX ||
               (cfg::ONE_BARRIER && Score::LATE_SCALE && (cfg::ACROSS_TILES || Program::IS_LINEAR) &&
                (!Program::HAS_SCORE || Program::IS_LINEAR) && (!Score::HAS_DISTANCE || cfg::HAS_RIGHT)));
-constexpr int MASK_UNITS = (BLOCK_N + UNIT - 1) / UNIT;  // of an n-block, with MASK_BITS
+constexpr int MASK_UNITS = ceil_div(BLOCK_N, UNIT);  // of an n-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
 
 // Packed sequences: the rows after the last one are written too, as if they saw no key. RANGES: rows of no

@@ -22,7 +22,7 @@ constexpr u32 SELECTORS_BYTES = STATISTICS_IN_PRODUCTS ? 2 * SELECTOR_BYTES : 0;
 constexpr u32 STAGED_CHUNK = 16 * ROW_BYTES;
 constexpr int STAGED_CHUNKS = STAGING == Staging::BOTH      ? QK_CHUNKS + V_CHUNKS
                               : STAGING == Staging::DS_AND_ROOM ? 1
-                              : STAGING == Staging::IN_TURN ? (QK_CHUNKS > V_CHUNKS ? QK_CHUNKS : V_CHUNKS)
+                              : STAGING == Staging::IN_TURN ? constant_max(QK_CHUNKS, V_CHUNKS)
                                                             : 0;
 constexpr u32 STAGED_WARP_BYTES = STAGED_CHUNKS * STAGED_CHUNK, STAGED_BYTES = STAGED_WARP_BYTES * 4 * CONSUMERS;
 // Of dQᵀ a consumer makes 64 columns for SLICE_ROWS queries: its slice of dq_accum, and what it leaves for

@@ -13,8 +13,8 @@ constexpr int PRODUCERS = 3;                              // warps that load; ea
 // quarters of one half are in shared memory, those of the other half in registers.
 template <int COLUMNS>
 struct Quarters {
-    static constexpr int STEPS = (COLUMNS + 31) / 32;     // of 16 columns, of half of them
-    static constexpr int FIRST = (STEPS + 1) / 2, SECOND = STEPS - FIRST;
+    static constexpr int STEPS = ceil_div(COLUMNS, 32);   // of 16 columns, of half of them
+    static constexpr int FIRST = ceil_div(STEPS, 2), SECOND = STEPS - FIRST;
     static __device__ __forceinline__ constexpr int column(int half, int i) { return 16 * (half * STEPS + i * FIRST); }
 };
 using KQuarters = Quarters<HEAD_DIM>;
