@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from flashlane.flex import blocks, device_blocks, masks
 from flashlane.flex.bind import bind
 from flashlane.flex.neighbourhoods import Neighbourhood, mask_of_table
+from flashlane.kernels.device_file import device_code
 
 SHAPES = {
     "line": ((97,), (9,)),
@@ -83,7 +84,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     device = re.search(r"^struct Axis.*(?=^extern)", text, re.MULTILINE | re.DOTALL)
     assert device is not None
     folder = tmp_path_factory.mktemp("states")
-    folder.joinpath("states.cc").write_text(HOST + device[0] + CALLS)
+    states = device_code("cuda/attention/block_state.cuh").replace("#pragma once", "")
+    folder.joinpath("states.cc").write_text(HOST + states + device[0] + CALLS)
     command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "states.cc", "-o", "states.so"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:2000]

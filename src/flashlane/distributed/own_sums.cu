@@ -2,7 +2,8 @@
 #include "config.cuh"
 #include "vector.cuh"
 
-constexpr int ELEMENTS = 8;  // of one thread at a time: two loads of 16 bytes for each rank, one store
+constexpr int ELEMENTS = cfg::OF_A_THREAD;  // at a time: two loads of 16 bytes for each rank, one store
+static_assert(ELEMENTS == 8);
 
 struct Sum {
     cfg::Element* to;
@@ -33,7 +34,7 @@ struct Eight {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(256) own_sums(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(cfg::THREADS) own_sums(const __grid_constant__ Params p) {
     const Sum& sum = p.sums[blockIdx.y];
     const int count = static_cast<int>(sum.count);
     for (long long i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x; i < sum.vectors;

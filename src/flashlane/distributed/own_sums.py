@@ -42,8 +42,8 @@ class _Params(ctypes.Structure):
 def source(dtype: str) -> KernelSource:
     """The kernel of :func:`enqueue`, which rounds to "f16" or "bf16"."""
     text = Path(__file__).with_name("own_sums.cu").read_text(encoding="utf-8")
-    constants = ("MOST", MOST), ("RANKS", RANKS), ("Element", ELEMENTS[dtype])
-    return KernelSource("distributed/own_sums.cu", text, "own_sums", constants)
+    constants = ("MOST", MOST), ("RANKS", RANKS), ("THREADS", THREADS), ("OF_A_THREAD", OF_A_THREAD)
+    return KernelSource("distributed/own_sums.cu", text, "own_sums", (*constants, ("Element", ELEMENTS[dtype])))
 
 
 @functools.cache

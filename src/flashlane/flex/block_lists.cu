@@ -2,6 +2,7 @@
 // of blocks. What is not listed fills the rest of a list, from its end.
 //
 // Grid: (rows + columns, batches · heads).
+#include "attention/block_state.cuh"
 #include "config.cuh"
 #include "ptx.cuh"
 
@@ -9,7 +10,7 @@ struct Lists {
     int *counts, *indices, *full_counts, *full_indices;  // full_*: null where full blocks are listed with the others
 };
 struct Params {
-    const signed char* states;  // (batch, head, row, column)
+    const signed char* states;  // (batch, head, row, column): a BlockState, and none is unknown
     Lists of_rows, of_columns;
     int rows, columns;
 };
@@ -51,9 +52,9 @@ extern "C" __global__ void __launch_bounds__(cfg::THREADS) block_lists(const Par
     List full{separate ? lists.full_indices + at * length : nullptr, 0, warps[1]};
     for (int first = 0; first < length; first += cfg::THREADS) {
         const int index = first + threadIdx.x;
-        const int state = index < length ? states[index * stride] : 0;
-        partial.take(separate ? state == 1 : state > 0, index, length);
-        if (separate) full.take(state == 2, index, length);
+        const int state = index < length ? states[index * stride] : BLOCK_NONE;
+        partial.take(separate ? state == BLOCK_PARTIAL : state > BLOCK_NONE, index, length);
+        if (separate) full.take(state == BLOCK_FULL, index, length);
     }
     if (threadIdx.x == 0) {
         lists.counts[at] = partial.count;

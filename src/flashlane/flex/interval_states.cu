@@ -3,13 +3,14 @@
 // same at every length.
 //
 // Grid: (rows of blocks · segments, heads, batches). A segment is cfg::SEGMENT columns of blocks.
+#include "attention/block_state.cuh"
 #include "config.cuh"
 #include "math.cuh"
 #include "ptx.cuh"
 
 struct Params {
     const int *starts, *ends;  // (batch, head, interval, query), contiguous
-    signed char* states;       // (batch, head, row of blocks, column of blocks)
+    signed char* states;       // (batch, head, row of blocks, column of blocks): a BlockState
     int intervals, queries, keys, block_q, block_k, rows, columns, segments;
 };
 
@@ -69,5 +70,5 @@ extern "C" __global__ void __launch_bounds__(cfg::THREADS) interval_states(const
     inclusive_sums(covered, warps);
     signed char* const out = p.states + (line * p.rows + row) * p.columns + first_column;
     for (int i = threadIdx.x; i < min(cfg::SEGMENT, p.columns - first_column); i += cfg::THREADS)
-        out[i] = covered[i] == p.block_q ? 2 : reached[i] > 0;
+        out[i] = covered[i] == p.block_q ? BLOCK_FULL : reached[i] > 0 ? BLOCK_PARTIAL : BLOCK_NONE;
 }

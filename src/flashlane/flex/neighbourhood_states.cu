@@ -3,14 +3,16 @@
 // thread takes a block of queries and one of keys, and compares their lines.
 //
 // Grid: (rows of blocks, segments of columns).
+#include "attention/block_state.cuh"
 #include "config.cuh"
 #include "math.cuh"
 
 struct Axis { int n, w; };         // positions, and how many of them a token sees
+enum { AXES = 3 };
 struct Params {
     int* table;                    // (3 · axis + {first that is seen, end, own position}, token)
-    signed char* states;           // (row of blocks, column of blocks)
-    Axis axes[3];
+    signed char* states;           // (row of blocks, column of blocks): a BlockState
+    Axis axes[AXES];
     int position;                  // tokens of a position of the last axis
     int tokens, block_q, block_k, rows, columns;
 };
@@ -27,16 +29,16 @@ struct Lines {                     // of the tokens from `begin` to `end` − 1
     int end_x;                     // of a whole line, the last position
 
     __device__ __forceinline__ Lines(const Params& p, int begin, int end) {
-        const int line = p.axes[2].n * p.position;
+        const int line = p.axes[AXES - 1].n * p.position;
         first = begin / line, last = (end - 1) / line;
         first_x = (begin - first * line) / p.position, last_x = (end - 1 - last * line) / p.position;
-        end_x = p.axes[2].n - 1;
+        end_x = p.axes[AXES - 1].n - 1;
     }
     __device__ __forceinline__ int from(int line) const { return line == first ? first_x : 0; }
     __device__ __forceinline__ int to(int line) const { return line == last ? last_x : end_x; }
 };
 
-// 0: no pair is visible, 1: some are, 2: all are.
+// The BlockState of a block that is not cut off.
 __device__ __forceinline__ int state_of(const Params& p, const Lines& q, const Lines& k) {
     const Axis &outer = p.axes[0], &middle = p.axes[1], &inner = p.axes[2];
     bool any = false, all = true;
@@ -55,11 +57,11 @@ __device__ __forceinline__ int state_of(const Params& p, const Lines& q, const L
             const int k_from = k.from(k_line), k_to = k.to(k_line);
             any = any || (seen && k_from < end && k_to >= begin);
             all = all && seen && k_from >= common && k_to < end_of_common;
-            if (any && !all) return 1;
+            if (any && !all) return BLOCK_PARTIAL;
         }
-        if (any && !all) return 1;
+        if (any && !all) return BLOCK_PARTIAL;
     }
-    return any && all ? 2 : any;
+    return any && all ? BLOCK_FULL : any;  // as a number, `any` is BLOCK_PARTIAL or BLOCK_NONE
 }
 
 extern "C" __global__ void __launch_bounds__(cfg::THREADS) neighbourhood_states(const Params p) {
@@ -68,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(cfg::THREADS) neighbourhood_states(
         for (int token = begin + threadIdx.x; token < end; token += cfg::THREADS) {
             int rest = token / p.position;
 #pragma unroll
-            for (int axis = 2; axis >= 0; --axis) {
+            for (int axis = AXES - 1; axis >= 0; --axis) {
                 const int at = rest % p.axes[axis].n, first = first_of(p.axes[axis], at);
                 rest /= p.axes[axis].n;
                 int* const rows = p.table + static_cast<long long>(3 * axis) * p.tokens + token;
@@ -82,5 +84,5 @@ extern "C" __global__ void __launch_bounds__(cfg::THREADS) neighbourhood_states(
     const int state = state_of(p, Lines(p, begin, end), Lines(p, k_begin, k_end));
     // A block that is cut off has pairs that do not exist, which count as hidden.
     const bool whole = end - begin == p.block_q && k_end - k_begin == p.block_k;
-    p.states[static_cast<long long>(row) * p.columns + column] = state == 2 && !whole ? 1 : state;
+    p.states[static_cast<long long>(row) * p.columns + column] = state == BLOCK_FULL && !whole ? BLOCK_PARTIAL : state;
 }

@@ -3,26 +3,28 @@
 // that is not.
 //
 // Grid: (blocks / threads).
+#include "attention/block_state.cuh"
 #include "config.cuh"
 #include "program.cuh"
 
 struct Params {
     ProgramParams program;
-    signed char* states;  // (batch, head, row of blocks, column of blocks)
+    signed char* states;  // (batch, head, row of blocks, column of blocks): a BlockState
     long long count;
     int heads, rows, columns, queries, keys;
 };
 
-constexpr int UNKNOWN = 3, STEP = 16;  // rows between two looks at what the others saw
+enum { STEP = 16 };  // rows between two looks at what the others saw
+enum { VISIBLE = 1, HIDDEN = 2, BOTH = VISIBLE | HIDDEN };  // pairs that were seen
 
-// 0: no pair is visible, 1: some are, 2: all are. All threads call it; `seen` is in shared memory.
+// The state of a block; all threads call it, and `seen` is in shared memory.
 __device__ __forceinline__ int state_of(const Params& p, long long block, int& seen) {
     const int first_k = block % p.columns * cfg::BLOCK_K, first_q = block / p.columns % p.rows * cfg::BLOCK_Q;
     const int line = block / p.columns / p.rows, b = line / p.heads, h = line % p.heads;
     // A block that is cut off has pairs that do not exist, which count as hidden.
     const int rows = min(cfg::BLOCK_Q, p.queries - first_q), columns = min(cfg::BLOCK_K, p.keys - first_k);
     __syncthreads();
-    if (threadIdx.x == 0) seen = rows < cfg::BLOCK_Q || columns < cfg::BLOCK_K ? 2 : 0;  // 1: visible, 2: hidden
+    if (threadIdx.x == 0) seen = rows < cfg::BLOCK_Q || columns < cfg::BLOCK_K ? HIDDEN : 0;
     __syncthreads();
     int mine = 0;
     for (int column = threadIdx.x; column < columns; column += cfg::THREADS) {
@@ -30,14 +32,14 @@ __device__ __forceinline__ int state_of(const Params& p, long long block, int& s
 #pragma unroll
             for (int i = 0; i < STEP; ++i)
                 if (row + i < rows)
-                    mine |= Program::visible(p.program, b, h, first_q + row + i, first_k + column) ? 1 : 2;
+                    mine |= Program::visible(p.program, b, h, first_q + row + i, first_k + column) ? VISIBLE : HIDDEN;
             const int known = *const_cast<volatile int*>(&seen);
             if (mine & ~known) atomicOr(&seen, mine);
-            if ((known | mine) == 3) break;
+            if ((known | mine) == BOTH) break;
         }
     }
     __syncthreads();
-    return seen == 1 ? 2 : seen == 3;
+    return seen == VISIBLE ? BLOCK_FULL : seen == BOTH ? BLOCK_PARTIAL : BLOCK_NONE;
 }
 
 extern "C" __global__ void __launch_bounds__(cfg::THREADS) program_states(const __grid_constant__ Params p) {
@@ -45,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(cfg::THREADS) program_states(const 
     const long long first = static_cast<long long>(blockIdx.x) * cfg::THREADS, own = first + threadIdx.x;
     if (threadIdx.x == 0) count = 0;
     __syncthreads();
-    if (own < p.count && p.states[own] == UNKNOWN) unknown[atomicAdd(&count, 1)] = threadIdx.x;
+    if (own < p.count && p.states[own] == BLOCK_UNKNOWN) unknown[atomicAdd(&count, 1)] = threadIdx.x;
     __syncthreads();
     for (int i = 0; i < count; ++i) {
         const long long block = first + unknown[i];

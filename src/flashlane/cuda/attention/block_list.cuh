@@ -2,10 +2,8 @@
 // list of n-blocks, a backward tile a list of the m-blocks that see its keys. flashlane.kernels.hopper.block_lists
 // builds them and mirrors BlockLists.
 #pragma once
+#include "attention/block_state.cuh"
 #include "ptx.cuh"
-
-// How much of a block 64 rows of a tile see: nothing, a part, or all of it.
-enum BlockState { BLOCK_NONE, BLOCK_PARTIAL, BLOCK_FULL };
 
 // The bits of a mask, in units of 64 queries and 64 keys. A unit that is neither hidden nor visible as a whole has a
 // slot; a slot has 64 words of 64 bits.
@@ -29,7 +27,7 @@ struct MaskBits {
     }
 };
 
-// An entry of a list: a block; its state for each of up to four groups of 64 rows of the tile, two bits each; and
+// An entry of a list: a block; its BlockState for each of up to four groups of 64 rows of the tile, two bits each; and
 // for each group whether it is the last block in which they see anything, in the order in which the forward steps
 // through the list.
 struct ListedBlock {
