@@ -205,14 +205,14 @@ class GradientConfig(ABC):
             extra: constants that only the kernel's design has; F32_DQ where it writes a dQ in f32.
         """
         constants = {"HEAD_DIM": self.head_dim, "HEAD_DIM_V": self.head_dim_v, "BLOCK_M": self.block_m, **extra}
-        constants |= _mask_constants(self, True)
+        constants |= _mask_constants(self)
         # What adds to the sum of a row is of the forward alone: its gradient is the preprocess kernel's.
         constants |= self.score.on_scores.constants()
         constants |= dict(zip(("PRODUCER_REGISTERS", "CONSUMER_REGISTERS"), registers, strict=True))
-        constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits, "MIXED_DQ": self.mixed_dq}
-        constants |= {"STATISTICS_IN_PRODUCTS": self.product_statistics}
-        constants |= {"HEADS_INNER": self.heads_first, "DQ_SEMAPHORES": self.dq_semaphores}
-        constants |= {"F32_DKDV": self.f32_dkdv, "ZEROING_CTAS": self.zeroing_ctas}
+        constants |= {"BLOCK_LISTS": self.block_lists, "MASK_BITS": self.mask_bits, "F32_DKDV": self.f32_dkdv}
+        constants["DQ_SEMAPHORES"] = self.dq_semaphores
+        if self.dq_accum_floats:
+            constants |= {"MIXED_DQ": self.mixed_dq, "HEADS_INNER": self.heads_first, "ZEROING_CTAS": self.zeroing_ctas}
         constants.setdefault("F32_DQ", False)
         headers += ((HEADER, wgmma_header(self.dtype, columns, n_inner, rs_first)),)
         headers += ((PROGRAM_HEADER, self.program or NO_PROGRAM),)
@@ -240,14 +240,14 @@ class GradientConfig(ABC):
     """Fields that :attr:`tile` shows."""
 
 
-def _mask_constants(config: GradientConfig, masked: bool) -> dict[str, int]:
-    """Constants of the window and of packed sequences; without the window for a kernel that asks nothing of it."""
-    return {
-        "HAS_LEFT": masked and config.has_left,
-        "HAS_RIGHT": masked and config.has_right,
-        "VARLEN": config.varlen,
-        "QUERY_RANGES": config.query_ranges,
-    }
+def _sequence_constants(config: GradientConfig) -> dict[str, int]:
+    return {"VARLEN": config.varlen, "QUERY_RANGES": config.query_ranges}
+
+
+def _mask_constants(config: GradientConfig, masked: bool = True) -> dict[str, int]:
+    """Constants of the window and of packed sequences; ``masked``: whether the kernel asks anything of the window."""
+    sides = {"HAS_LEFT": masked and config.has_left, "HAS_RIGHT": masked and config.has_right}
+    return sides | _sequence_constants(config)
 
 
 def _source(
@@ -283,4 +283,4 @@ def postprocess_source(config: GradientConfig) -> KernelSource:
     names = ("head_dim", "block_m", "dq_transposed", "mixed_dq", "in_kernel_dq", "f32_dq")
     constants: dict[str, int] = {name.upper(): getattr(config, name) for name in names}
     constants["F32_DKDV"] = False
-    return _source("postprocess", config, constants | _mask_constants(config, False))
+    return _source("postprocess", config, constants | _sequence_constants(config))

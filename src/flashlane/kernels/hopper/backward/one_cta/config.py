@@ -234,6 +234,7 @@ class OneCtaConfig(GradientConfig):
         stages = {f"{name}_STAGES": getattr(self, f"{name.lower()}_stages") for name in ("Q", "DO", "K", "V", "DQ")}
         columns = (self.block_m, self.slice_rows, self.head_dim, self.head_dim_v)
         constants = {**stages, "BLOCK_N": self.block_n, "SHARED_BYTES": self.shared_memory}
+        constants["STATISTICS_IN_PRODUCTS"] = self.product_statistics
         policies = (
             f"using Dq = {DQ_POLICIES[self.dq, self.postprocess]};\n"
             f"using Partition = {'SplitQ' if self.split_q else 'WholeTiles'};\n"
