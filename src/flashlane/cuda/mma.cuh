@@ -30,6 +30,13 @@ struct Convert<__nv_bfloat16> {
     static __device__ __forceinline__ __nv_bfloat16 from_float(float x) { return __float2bfloat16_rn(x); }
 };
 
+// The two elements that Convert<Element>::pack packed.
+template <typename Element>
+__device__ __forceinline__ float2 unpack(u32 packed) {
+    const Element* const x = reinterpret_cast<const Element*>(&packed);
+    return make_float2(Convert<Element>::to_float(x[0]), Convert<Element>::to_float(x[1]));
+}
+// The same of f16, by one conversion of both.
 __device__ __forceinline__ float2 unpack_half2(u32 packed) {
     return __half22float2(*reinterpret_cast<__half2*>(&packed));
 }

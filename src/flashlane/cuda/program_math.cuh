@@ -14,7 +14,7 @@ template <typename T>
 __device__ __forceinline__ T read(const T* from) { return *from; }
 __device__ __forceinline__ float read(const __half* from) { return __half2float(*from); }
 __device__ __forceinline__ float read(const __nv_bfloat16* from) { return __bfloat162float(*from); }
-// Exact for |x| < 2^22. A conversion instruction would compete with the exponentials for the special-function unit.
+// Exact for |x| < 2^22: x is added to the lowest bits of 12582912, which is 1.5 · 2^23. A conversion instruction would compete with the exponentials for the special-function unit.
 __device__ __forceinline__ float float_of_position(int x) { return __int_as_float(0x4b400000 + x) - 12582912.f; }
 
 // kv − q of a pair: that of the thread's first pair in the row, plus a constant that the compiler knows. Both are
@@ -118,7 +118,8 @@ __device__ __noinline__ Angle angle_of_large(float x) {
 // By Cody and Waite, with π/2 in three parts: exact enough for |x| < 105615, as in CUDA's sinf.
 __device__ __forceinline__ Angle angle_of(float x) {
     if (fabsf(x) >= 105615.f) return angle_of_large(x);
-    // The sum's lowest bits are the product, rounded to an integer. Conversions would take the special-function unit.
+    // With 1.5 · 2^23 the sum's lowest bits are the product, rounded to an integer. Conversions would take the
+    // special-function unit.
     const float shifted = __fadd_rn(__fmul_rn(x, 0.636619747f), 12582912.f), number = shifted - 12582912.f;
     float rest = fmaf(number, -1.57079625f, x);
     rest = fmaf(number, -7.54978942e-8f, rest);

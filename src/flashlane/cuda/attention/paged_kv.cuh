@@ -12,7 +12,7 @@ enum { PAGES_NONE, PAGES_WHOLE, PAGES_ANY };
 
 // Copies tiles of KEYS cache rows by THREADS threads (whole warps); rows outside [first, end) become zeros. The page of
 // a tile, or of each of its rows, is looked up a tile ahead of its copy. With BY_LANE each lane looks up the page of
-// one of 32 tiles, where pages hold whole tiles: else the first tiles' trips to memory come one after another.
+// one of 32 tiles, where pages hold whole tiles: else the first tiles' look-ups wait one after another.
 template <int PAGES, int KEYS, int THREADS, bool BY_LANE, typename Element>
 struct PagedTileReader {
     const Element *k, *v;

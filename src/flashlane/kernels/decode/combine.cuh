@@ -134,7 +134,7 @@ __device__ __forceinline__ void load_split_statistics(const Params& p, const Wor
 }
 
 // Combines the splits of an output tile, for the CTA's vectors of the output. Their sums come by cp.async, as many at
-// once as the scratch memory holds: a trip to the L2 cache takes a microsecond while other CTAs read keys. Each warp
+// once as the scratch memory holds: a load from the L2 cache takes a microsecond while other CTAs read keys. Each warp
 // copies those of its splits.
 __device__ __forceinline__ void combine_splits(const Params& p, const WorkTile& tile, unsigned char* scratch) {
     const PartialSoftmax* statistics = reinterpret_cast<const PartialSoftmax*>(scratch);  // (split, row)

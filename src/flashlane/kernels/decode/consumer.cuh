@@ -133,7 +133,7 @@ __device__ __forceinline__ void clear_out_of_bounds_rows(u32 v_tile, const KeyRa
 }
 
 // Copies a warp group's tiles of keys by cp.async.
-// (Small CTAs of which an SM has several hide each other's trips: there looking up by lanes is 0.4 to 1 % slower.)
+// (Small CTAs of which an SM has several hide each other's latency: there looking up by lanes is 0.4 to 1 % slower.)
 using Reader = PagedTileReader<cfg::PAGES, BLOCK_N, GROUP_THREADS, cfg::MIN_BLOCKS == 1, Element>;
 __device__ __forceinline__ Reader reader_of(const Params& p, const WorkTile& tile) {
     const AttentionParams<Element>& a = p.attention;

@@ -7,18 +7,13 @@
 #include "attention/mask.cuh"
 #include "attention/online_softmax.cuh"
 #include "params.cuh"
+#include "tile.cuh"
 
 constexpr int TILE = 32, HEAD_DIM = cfg::HEAD_DIM;
 
 extern __shared__ float shared_floats[];
 
-struct Rows {
-    const float* data;
-    long long row_stride, column_stride;
-    int rows, columns;
-};
-
-__device__ void copy_tile(float (*tile)[HEAD_DIM], const Rows& source, int first_row) {
+__device__ void copy_tile(float (*tile)[HEAD_DIM], const View<float>& source, int first_row) {
     for (int i = threadIdx.x; i < TILE * HEAD_DIM; i += TILE) {
         const int row = i / HEAD_DIM, column = i % HEAD_DIM;
         const bool inside = first_row + row < source.rows && column < source.columns;
@@ -40,9 +35,9 @@ extern "C" __global__ void __launch_bounds__(TILE) flash_attention_1(const __gri
     auto k_tile = q_tile + TILE;
     auto v_tile = k_tile + TILE;
     auto s_tile = reinterpret_cast<float(*)[TILE]>(v_tile + TILE);
-    const Rows q{p.q + batch * p.q_batch + head * p.q_head, p.q_row, p.q_column, p.seqlen_q, p.head_dim};
-    const Rows k{p.k + batch * p.k_batch + kv_head * p.k_head, p.k_row, p.k_column, p.seqlen_k, p.head_dim};
-    const Rows v{p.v + batch * p.v_batch + kv_head * p.v_head, p.v_row, p.v_column, p.seqlen_k, p.head_dim_v};
+    const View<float> q{p.q + batch * p.q_batch + head * p.q_head, p.q_row, p.q_column, p.seqlen_q, p.head_dim};
+    const View<float> k{p.k + batch * p.k_batch + kv_head * p.k_head, p.k_row, p.k_column, p.seqlen_k, p.head_dim};
+    const View<float> v{p.v + batch * p.v_batch + kv_head * p.v_head, p.v_row, p.v_column, p.seqlen_k, p.head_dim_v};
     const Mask mask{p.seqlen_k, p.shift, p.window_left, p.window_right};
     const long long rows = (static_cast<long long>(batch) * p.heads + head) * p.seqlen_q;
     float *lse = p.lse + rows, *row_sum = params.sum + rows, *row_max = params.max + rows;

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) hopper_backward_postproces
     const float* sums = p.dq_accum + (first_row_block(p, seqlen, sequence, head) + at.m_block) * DQ_ACCUM_FLOATS;
     DqElement* dq = static_cast<DqElement*>(p.dq) + seqlen.q_batch * p.dq_batch + head * p.dq_head +
                     static_cast<long long>(seqlen.q_first + first) * p.dq_row;
-    // A warp has the loads of two groups under way at once: each takes a trip to the L2 cache.
+    // A warp has the loads of two groups under way at once: each takes the latency of the L2 cache.
     const int warp = threadIdx.x / WARP;
     if constexpr (cfg::DQ_TRANSPOSED) {
         constexpr int GROUPS_OF_SLICE = SLICE_ROWS / 8, GROUPS = (MIXED_DQ ? 1 : SLICES) * GROUPS_OF_SLICE;

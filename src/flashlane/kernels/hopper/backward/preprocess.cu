@@ -15,9 +15,9 @@
 constexpr int HEAD_DIM_V = cfg::HEAD_DIM_V, THREADS = 256;
 constexpr int LANES = HEAD_DIM_V <= 64 ? 8 : HEAD_DIM_V <= 128 ? 16 : 32;  // of a row, 8 columns each
 constexpr int ROWS = THREADS / LANES;                     // which have a thread each of their own columns
-// Rows of a thread whose loads are under way at once: each takes a trip to device memory.
-constexpr int ROWS_OF_A_THREAD = ceil_div(BLOCK_M, ROWS), LOADS = ceil_div(ROWS_OF_A_THREAD, 4);
-constexpr int ROWS_AT_ONCE = ceil_div(ROWS_OF_A_THREAD, LOADS);
+// Rows of a thread whose loads are under way at once: each takes the latency of device memory.
+constexpr int ROWS_OF_A_THREAD = ceil_div(BLOCK_M, ROWS), ROUNDS = ceil_div(ROWS_OF_A_THREAD, 4);
+constexpr int ROWS_AT_ONCE = ceil_div(ROWS_OF_A_THREAD, ROUNDS);
 constexpr bool EVEN_ROWS = BLOCK_M % (ROWS * ROWS_AT_ONCE) == 0;
 
 // What every launch reads lies together: a kernel waits for each line of the constant cache that it begins to read.

@@ -97,7 +97,7 @@ struct Producer {
     }
 
     // BLOCK_LISTS. While the last n-blocks of a tile are loaded, the next tile is taken, looked up, and its list begun:
-    // each takes a trip to the L2 cache.
+    // each takes the latency of the L2 cache.
     __device__ __forceinline__ void run_listed() {
         TileScheduler scheduler(p);
         const int workers = gridDim.x;

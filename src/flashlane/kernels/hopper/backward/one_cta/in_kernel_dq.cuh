@@ -120,9 +120,9 @@ struct ZeroingWarp {
     }
 };
 
-// Reports the tiles to which the consumers of this CTA have made all additions, one thread. It looks seldom, as it
+// Reports the tiles to which the consumers of this CTA have made all additions, one thread. It polls seldom, as it
 // shares its scheduler with consumers. The last additions of a tile are made in the next tile that has steps. So it
-// remembers two tiles, whose stages it has released: it waits for the first only when it knows the tile that the
+// keeps two tiles, whose stages it has released: it waits for the first only when it knows the tile that the
 // consumers need to go on.
 struct AdditionsWarp {
     const Params& p;

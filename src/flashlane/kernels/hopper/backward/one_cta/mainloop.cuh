@@ -320,7 +320,7 @@ struct Consumer {
     // Waits for Q of the step, and reads what its mask is.
     __device__ __forceinline__ void begin_step() {
         wait<Q_STAGES>(SMEM(q_full), steps_done);
-        // Read here, where the product hides its latency; by shuffle, as in hopper_backward.
+        // Read here, where the product hides its latency. It is the same in all lanes, and ptxas is told so.
         const StepQueries step = step_queries(base, q_stage());
         mask_word = uniform(step.mask_word);
         if (ZEROES_QUERIES) zero_out_of_bounds_queries(uniform(step.rows));

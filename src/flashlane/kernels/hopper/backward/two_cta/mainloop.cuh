@@ -3,11 +3,6 @@
 #pragma once
 #include "hopper/backward/two_cta/consumer.cuh"
 
-__device__ __forceinline__ float2 unpack(u32 packed) {
-    const Element* const x = reinterpret_cast<const Element*>(&packed);
-    return make_float2(Convert<Element>::to_float(x[0]), Convert<Element>::to_float(x[1]));
-}
-
 struct DvConsumer : Consumer<0> {
     using Consumer<0>::Consumer;
 
@@ -186,7 +181,7 @@ struct DkConsumer : Consumer<1> {
             for (int k = 0; k < 4; ++k) {
                 const int j = 8 * i + 2 * k;
                 const float2 row = load_shared_float2(delta + j / 4 * 32);
-                const float2 weight = unpack(ds[j / 2]);
+                const float2 weight = unpack<Element>(ds[j / 2]);
                 ds[j / 2] = Convert<Element>::pack(weight.x * (dp[j] - row.x), weight.y * (dp[j + 1] - row.y));
             }
             stmatrix_x4_trans(tile + i * 16 * ROW_BYTES, ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]);
