@@ -14,7 +14,8 @@ template <typename T>
 __device__ __forceinline__ T read(const T* from) { return *from; }
 __device__ __forceinline__ float read(const __half* from) { return __half2float(*from); }
 __device__ __forceinline__ float read(const __nv_bfloat16* from) { return __bfloat162float(*from); }
-// Exact for |x| < 2^22: x is added to the lowest bits of 12582912, which is 1.5 · 2^23. A conversion instruction would compete with the exponentials for the special-function unit.
+// Exact for |x| < 2^22: x is added to the lowest bits of 12582912, which is 1.5 · 2^23. A conversion instruction would
+// compete with the exponentials for the special-function unit.
 __device__ __forceinline__ float float_of_position(int x) { return __int_as_float(0x4b400000 + x) - 12582912.f; }
 
 // kv − q of a pair: that of the thread's first pair in the row, plus a constant that the compiler knows. Both are

@@ -62,10 +62,9 @@ __device__ __forceinline__ void exponentiate_row(float (&s)[N], int half, float 
 }
 
 // 2^x on [−1/2, 1/2], on the FMA units, with a relative error of at most 1.015e-4, less than 2^-13. It is the minimax
-// polynomial of the relative error among those of degree 3 that are 1 at 0, which makes powers of two exact: 1 + x · q(x)
-// has three coefficients, and the error has four extrema of one size, at −1/2, −0.34, 0.30 and 1/2. (Remez's exchange
-// gives the coefficients to six digits. With a free constant term the error would be 2^-13.7.) That of rounding P to
-// bf16 is 2^-9.
+// polynomial of the relative error among those of degree 3 that are 1 at 0, which makes powers of two exact:
+// 1 + x · q(x) has three coefficients, and the error has four extrema of one size, at −1/2, −0.34, 0.30 and 1/2.
+// (With a free constant term the error would be 2^-13.7.) That of rounding P to bf16 is 2^-9.
 __device__ __forceinline__ float ex2_polynomial(float x) {
     return fmaf(fmaf(fmaf(0.05500865f, x, 0.24221053f), x, 0.69328291f), x, 1.f);
 }

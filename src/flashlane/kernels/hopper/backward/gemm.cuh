@@ -48,8 +48,8 @@ __device__ __forceinline__ void gemm_ss(float (&d)[N / 2], u32 a, u32 b, const L
     wgmma_commit();
 }
 
-// d = A·B of 64 rows at `a` and ROWS rows of DIM columns at `b`. A_CHUNK and B_CHUNK are the bytes from one chunk to the
-// next.
+// d = A·B of 64 rows at `a` and ROWS rows of DIM columns at `b`. A_CHUNK and B_CHUNK are the bytes from one chunk to
+// the next.
 template <int DIM, int ROWS, u32 A_CHUNK, u32 B_CHUNK>
 __device__ __forceinline__ void gemm_ss_mn(float (&d)[DIM / 2], u32 a, u32 b) {
     const u64 a_first = opaque(wgmma_k_inner(a)), b_first = wgmma_n_inner(b, B_CHUNK);
