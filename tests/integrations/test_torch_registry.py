@@ -267,7 +267,7 @@ MASK = torch.zeros(5, 5, dtype=torch.bfloat16)
         ),
         ({}, "CUDNN_ATTENTION", "torch's flash backend refuses it; torch.backends.cuda.can_use_flash_attention"),
     ],
-    ids=str,
+    ids=lambda given: given if isinstance(given, str) else ", ".join(given),  # not their values, which are drawn
 )
 def test_what_runs_as_before_is_explained(
     given: dict[str, Any], taken: str, said: str, choices: list[SDPBackend]
