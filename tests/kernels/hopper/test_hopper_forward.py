@@ -61,7 +61,7 @@ def test_q_stays_in_shared_memory_where_a_mask_and_modifiers_take_its_registers(
         (window | modifier, True),
         ({"alibi": True} | modifier, True),
     ):
-        shapes = select.shapes_of(problem_of(**changes))
+        shapes = select.shapes_of(problem_of(head_dim=96, head_dim_v=96, **changes))
         assert shapes and any(shape.q_in_registers for shape in shapes) != crowded, changes
 
 
