@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flashlane.api.rotary import rotate
 from flashlane.core import dispatch, registry
 from flashlane.core.arch import no_autocast
-from flashlane.core.cache_update import CacheUpdate
 from flashlane.core.problem import Inputs, tensors_of
 from flashlane.core.validate import (
     axes_of,
@@ -34,6 +33,9 @@ from flashlane.core.validate import (
 from flashlane.ops import call as ops
 from flashlane.ops import torch_rules
 from flashlane.ops.watched import holds_numbers, is_observed
+
+if TYPE_CHECKING:
+    from flashlane.core.cache_update import CacheUpdate
 
 NAMES = {
     "k": "k_cache",
@@ -54,6 +56,13 @@ _library.define(
     " Tensor? rotary_cos, Tensor? rotary_sin, Tensor? batch_idx, Tensor? block_table, bool interleaved, bool advance)"
     " -> (Tensor q, Tensor seqused)"
 )
+
+
+def _appended(*values: Any) -> CacheUpdate:
+    """What a step appends, as a class that the first call which appends imports."""
+    from flashlane.core.cache_update import CacheUpdate
+
+    return CacheUpdate(*values)
 
 
 def run_update(update: CacheUpdate, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
@@ -124,7 +133,7 @@ def _check_places(update: CacheUpdate, sequences: torch.Tensor) -> None:
 
 
 def _operator(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    update = CacheUpdate(*args)
+    update = _appended(*args)
     _check_lengths(update)
     made = update.allocate()
     run_update(update, *made)
@@ -133,8 +142,8 @@ def _operator(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _vmap_update(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     """One call after another, each on its own slices of the caches, which are written in place."""
-    for name, dim in zip(CacheUpdate.__dataclass_fields__, in_dims, strict=False):
-        if name in ("k_cache", "v_cache") and dim is None:
+    for name, dim in zip(("k_cache", "v_cache"), in_dims[1:3], strict=True):
+        if dim is None:
             raise ValueError(f"{name} is the same for every call of torch.vmap, and all would append to it; map it too")
     return torch_rules.one_by_one(torch.ops.flashlane.update_cache, info.batch_size, in_dims, args)
 
@@ -152,7 +161,7 @@ def _above_autograd(keyset: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor
 
 _library.impl("update_cache", _operator, "CompositeExplicitAutograd")
 _library.impl("update_cache", _above_autograd, "Autograd", with_keyset=True)
-torch.library.register_fake("flashlane::update_cache", lambda *args: CacheUpdate(*args).allocate(), lib=_library)
+torch.library.register_fake("flashlane::update_cache", lambda *args: _appended(*args).allocate(), lib=_library)
 torch.library.register_vmap("flashlane::update_cache", _vmap_update, lib=_library)
 
 
@@ -195,7 +204,7 @@ def attend_cache(
             return ops.attend(inputs, kernel=kernel, names=NAMES, **options)
         advance = any(side >= 0 for side in window_sides(options["window_size"], options["causal"]))
         rotary = (_rows_contiguous(rotary_cos), _rows_contiguous(rotary_sin))
-        update = CacheUpdate(q, k_cache, v_cache, k, v, seqused, *rotary, batch_idx, table, rotary_interleaved, advance)
+        update = _appended(q, k_cache, v_cache, k, v, seqused, *rotary, batch_idx, table, rotary_interleaved, advance)
         if not torch.compiler.is_compiling() and holds_numbers(seqused):
             _check_lengths(update)
         return _append_and_attend(update, inputs, kernel, options)
@@ -207,7 +216,7 @@ def _append_and_attend(
     if is_observed() or not holds_numbers(update.q, update.k_cache, update.v_cache, update.cache_seqlens):
         if not torch.compiler.is_compiling():
             _check_before(update, inputs, kernel, options)
-        values = (getattr(update, name) for name in CacheUpdate.__dataclass_fields__)
+        values = (getattr(update, name) for name in type(update).__dataclass_fields__)
         q_out, seqused = torch.ops.flashlane.update_cache(*values)
         q_out = update.q if update.cos is None else q_out
         return ops.attend(replace(inputs, q=q_out, seqused_k=seqused), kernel=kernel, names=_NAMES_AFTER, **options)
