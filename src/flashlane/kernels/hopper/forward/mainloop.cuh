@@ -263,7 +263,7 @@ struct Mainloop {
     __device__ __forceinline__ void exponentiate_again(int n_block, const bool (&lost)[2], float (&block_sum)[2],
                                                        float (&alpha)[2]) {
         const auto score = [&](const Accumulator<float> (&products)[2], int group, int i) {
-            const int half = i / 2 % 2, column = 16 * group + 8 * (i / 4) + i % 2;
+            const int half = i / 2 % 2, column = 16 * group + accumulator_column(i);
             return modified(products[i / 4].get(i % 4), half, distance_to(n_block, half) - column);
         };
         float local[BLOCK_N / 2];  // in local memory, as the loops are rolled

@@ -218,14 +218,13 @@ def shapes_of(problem: AttentionProblem) -> tuple[tiles.TileShape, ...]:
     if has_few_rows(problem):
         unmodified = plain and not _must_gather(problem)
         shapes_able: tuple[tiles.TileShape, ...] = (one.few_rows_without_modifier if unmodified else one.few_rows,)
+    elif seqlen.cache or seqlen.paged:
+        boxed = one.loaded_plain if plain and not _must_gather(problem) else ()
+        shapes_able = boxed or one.loaded
+    elif deferred:
+        shapes_able = one.shapes_with_deferred_max(score.has_derivative)
     else:
-        shapes, loaded = one.shapes_with_derivative if score.has_derivative else one.shapes, one.loaded
-        if plain:
-            shapes = one.shapes_without_modifier
-            loaded = loaded if _must_gather(problem) else one.loaded_plain or loaded
-        elif deferred:
-            shapes = one.shapes_with_deferred_max(score.has_derivative)
-        shapes_able = loaded if seqlen.cache or seqlen.paged else shapes
+        shapes_able = one.shapes_with_derivative if score.has_derivative else one.shapes
     crowded = _is_crowded(problem)
     if crowded or _must_gather(problem):
         shapes_able = tuple(shape for shape in (*shapes_able, *one.loaded) if shape.consumers <= MOST_GATHERING)
