@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +128,27 @@ def growing(q: torch.Tensor, k: torch.Tensor, growth: str) -> None:
     k.mul_((1 + before // 64 * factor)[None, :, None, None].to(k.dtype))
 
 
+def tensors_that_grow(head_dim: int, dtype: torch.dtype, growth: str) -> Inputs:
+    """Of 1151 keys the first query of a tile of 1024 sees all of a block, the next ones some of the one after it."""
+    q = torch.randn(2, 1024, 18, head_dim, device=HERE).to(dtype)
+    k, v = (torch.randn(2, 1151, 9, head_dim, device=HERE).to(dtype) for _ in range(2))
+    growing(q, k, growth)
+    return Inputs(q, k, v)
+
+
+def check_deferred(inputs: Inputs, shape: tiles.TileShape, **options: Any) -> None:
+    """A call by a tile with a deferred maximum is right, and gives the same bits again."""
+    problem = AttentionProblem.from_inputs(inputs, **options)
+    config = specialise(
+        HopperConfig(problem.dtype_name, problem.head_dim, problem.head_dim_v, **asdict(shape)), problem
+    )
+    assert config.deferred_max
+    out, lse = run(problem, inputs, config)
+    assert_near(problem, inputs, out, lse)
+    again = run(problem, inputs, config)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("growth", GROWTHS)
@@ -135,18 +157,7 @@ def growing(q: torch.Tensor, k: torch.Tensor, growth: str) -> None:
 def test_a_deferred_maximum_is_raised(number: int, causal: bool, growth: str) -> None:
     head_dim, shape = DEFERRED[number]
     dtype = tuple(RELATIVE)[number % 2]
-    # Of 1151 keys the first query of a tile of 1024 sees all of a block, and the next ones some of the one after it.
-    q = torch.randn(2, 1024, 18, head_dim, device=HERE).to(dtype)
-    k, v = (torch.randn(2, 1151, 9, head_dim, device=HERE).to(dtype) for _ in range(2))
-    growing(q, k, growth)
-    inputs = Inputs(q, k, v)
-    problem = AttentionProblem.from_inputs(inputs, causal=causal)
-    config = specialise(HopperConfig(problem.dtype_name, head_dim, head_dim, **asdict(shape)), problem)
-    assert config.deferred_max
-    out, lse = run(problem, inputs, config)
-    assert_near(problem, inputs, out, lse)
-    again = run(problem, inputs, config)
-    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    check_deferred(tensors_that_grow(head_dim, dtype, growth), shape, causal=causal)
 
 
 MODIFIED = {
@@ -169,19 +180,10 @@ def test_a_deferred_maximum_of_modified_scores_is_raised(number: int, name: str)
     head_dim, shape = DEFERRED[number]
     growth, options, slope = MODIFIED[name]
     dtype = torch.float16 if "softcap" in name else tuple(RELATIVE)[number % 2]
-    q = torch.randn(2, 1024, 18, head_dim, device=HERE).to(dtype)
-    k, v = (torch.randn(2, 1151, 9, head_dim, device=HERE).to(dtype) for _ in range(2))
-    growing(q, k, growth)
     slopes = slope * torch.linspace(0.01, 1, 36, device=HERE).view(2, 18) if slope else None
-    inputs = Inputs(q, k, v, alibi_slopes=slopes)
+    inputs = replace(tensors_that_grow(head_dim, dtype, growth), alibi_slopes=slopes)
     for causal in (True, False) if slopes is None else (True,):
-        problem = AttentionProblem.from_inputs(inputs, causal=causal, **options)
-        config = specialise(HopperConfig(problem.dtype_name, head_dim, head_dim, **asdict(shape)), problem)
-        assert config.deferred_max
-        out, lse = run(problem, inputs, config)
-        assert_near(problem, inputs, out, lse)
-        again = run(problem, inputs, config)
-        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+        check_deferred(inputs, shape, causal=causal, **options)
 
 
 @pytest.mark.gpu
