@@ -5,11 +5,11 @@
 
 A cell is a mask and a score. All that run it alternate in drawn order, by the bench's timer, under both protocols:
 calls back to back, and with the L2 cache flushed before each; the figures are TFLOP/s of visible pairs, and a target is
-met under both. What a peer refuses, or compiles for too long, is a line that says so. In front of
-the timings each output is compared with that of the first that ran. ``--candidates`` adds other configurations of our
-kernels. torch's functions are compiled for each cell, and get torch's own block masks (``flex_peers.py``).
-``--together`` compiles all cells at once (``flex_processes.py``): FLASH takes some ten seconds a kernel. The file
-is written again after each row. ``--resume`` keeps the cells that a run of the same commit on the same card timed.
+met under both. What a peer refuses, or compiles for too long, is a line that says so. In front of the timings each
+output is compared with that of the first that ran. ``--candidates`` adds other configurations of our kernels. torch's
+functions are compiled for each cell, and get torch's own block masks (``flex_peers.py``). ``--together`` compiles all
+cells at once (``flex_processes.py``): FLASH takes some ten seconds a kernel. The file is written again after each row.
+``--resume`` keeps the cells that a run of the same commit on the same card timed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from gpu_run import BOTH, compile_ahead, device_or_exit, options, run_and_keep, settings_for
+from gpu_run import STEADY, compile_ahead, device_or_exit, options, run_and_keep, settings_for
 
 from flashlane import bench
 from flashlane.bench.measure.progress import Bar
@@ -26,7 +26,6 @@ from flashlane.core import registry
 from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 
 FORMAT = "flashlane-mma-targets/4"
-STEADY = BOTH[1]
 TOKENS, WIDTH = 16384, 2048
 """B·N and H·D of the problems at D 64 and 128."""
 DESIGNS = ({"split-q"}, {"split-q", "share-kv"})

@@ -2,20 +2,19 @@
 
     python benchmarks/scripts/modifiers.py --out benchmarks/results [--seed 1600 --drawn 14] [--cap 30] [--only D128]
 
-bf16, by the public function. Problems are those of the targets (N 4096 and 16384, H·D = 2048) and some drawn from the
-seed. Each output is compared with the formula in f64 for one head, then the three calls are timed in drawn order under
-both protocols. The figure is a call's speed over that of the plain one. Writes modifiers.json, again after each
-problem. Exit status 1 when an output is wrong.
+By the public function. Problems are those of the targets in bf16 (N 4096 and 16384, H·D = 2048), and dense ones of
+drawn.py's list of the seed. Each output is compared with the formula in f64 for one head, then the three calls are
+timed in drawn order under both protocols. The figure is a call's speed over that of the plain one. Writes
+modifiers.json, again after each problem. Exit status 1 when an output is wrong.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
-import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,38 +23,31 @@ from gpu_run import BOTH, device_or_exit, options
 
 from flashlane import bench, flash_attn_func
 from flashlane.bench.measure.check import relative_l2
+from flashlane.bench.measure.drawn import timed
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.implementations import Implementation
+from flashlane.bench.measure.inputs import random_inputs
 from flashlane.bench.measure.results import check_writable, write_atomically
 from flashlane.bench.measure.timing import clocks_for, measure_by
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.problem import AttentionProblem, Inputs, arch_of
 from flashlane.reference.naive import reference_attention
 
 FORMAT = "flashlane-modifiers/1"
 PLAIN, MODIFIERS = "plain", ("softcap", "alibi")
 WIDTH = 2048
-DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 ALLOWED = 1e-2
-"""Relative error of an output in bf16."""
-Shape = tuple[int, int, int, int, bool]
-"""Batch, queries and keys, heads, head dim, and whether the mask is causal."""
+"""Relative error of an output."""
 
 
-def shapes(seed: int, drawn: int, tokens: int = 16384) -> Iterator[Shape]:
+def problems(seed: int, drawn: int, arch: str | None, tokens: int = 16384) -> Iterator[AttentionProblem]:
     """The problems of the targets, then those of a seed."""
-    for head_dim in (64, 96, 128, 192, 256):
-        yield from ((4, tokens // 4, WIDTH // head_dim, head_dim, causal) for causal in (True, False))
-    yield from ((1, tokens, WIDTH // head_dim, head_dim, True) for head_dim in (64, 128))
-    chance = random.Random(seed)
-    for _ in range(drawn):
-        length = int(math.exp(chance.uniform(math.log(tokens / 24), math.log(tokens * 0.75))))
-        batch = max(1, min(16, int(2.5 * tokens / length * chance.uniform(0.3, 1.2))))
-        yield batch, length, chance.randint(4, 32), chance.choice(DIMS), chance.random() < 0.7
-
-
-def name_of(shape: Shape) -> str:
-    batch, length, heads, head_dim, causal = shape
-    return f"B{batch} H{heads} N{length} D{head_dim} bf16{' causal' if causal else ''}"
+    made = partial(bench.make_problem, dtype=torch.bfloat16, arch=arch)
+    for head_dim, causal in itertools.product((64, 96, 128, 192, 256), (True, False)):
+        yield made(4, WIDTH // head_dim, tokens // 4, head_dim, causal=causal)
+    for head_dim in (64, 128):
+        yield made(1, WIDTH // head_dim, tokens, head_dim, causal=True)
+    for number in range(drawn):
+        yield timed("dense", seed, number).problem(arch)
 
 
 def slopes_of(heads: int, device: torch.device) -> torch.Tensor:
@@ -67,27 +59,24 @@ def arguments(modifier: str, cap: float, slopes: torch.Tensor) -> dict[str, Any]
     return {PLAIN: {}, "softcap": {"softcap": cap}, "alibi": {"alibi_slopes": slopes}}[modifier]
 
 
-def error(
-    call: Callable[[], torch.Tensor], tensors: Sequence[torch.Tensor], given: dict[str, Any], causal: bool
-) -> float:
+def error(out: torch.Tensor, inputs: Inputs, given: dict[str, Any], problem: AttentionProblem) -> float:
     """Relative error of the last head of the first sequence, against the formula in f64."""
-    q, k, v = (t[:1, :, -1:] for t in tensors)
     slopes = given.get("alibi_slopes")
-    inputs = Inputs(q, k, v, alibi_slopes=None if slopes is None else slopes[-1:])
-    problem = AttentionProblem.from_inputs(inputs, causal=causal, softcap=given.get("softcap", 0.0))
-    right, _ = reference_attention(problem, inputs, torch.float64)
-    return float(relative_l2(call()[:1, :, -1:].double(), right.double()))
+    q, k, v = (t[:1, :, -1:] for t in (inputs.q, inputs.k, inputs.v))
+    one = Inputs(q, k, v, alibi_slopes=None if slopes is None else slopes[-1:])
+    options = {"scale": problem.scale, "causal": problem.has_right_only, "softcap": given.get("softcap", 0.0)}
+    right, _ = reference_attention(AttentionProblem.from_inputs(one, **options), one, torch.float64)
+    return float(relative_l2(out[:1, :, -1:].double(), right.double()))
 
 
-def measured(shape: Shape, cap: float, device: torch.device, settings: bench.Settings) -> dict[str, Any]:
+def measured(problem: AttentionProblem, cap: float, device: torch.device, settings: bench.Settings) -> dict[str, Any]:
     """A row: errors, milliseconds by protocol and call, and speeds over the plain call."""
-    batch, length, heads, head_dim, causal = shape
-    generator = torch.Generator(device).manual_seed(0)
-    size = (batch, length, heads, head_dim)
-    tensors = [torch.randn(size, generator=generator, device=device).bfloat16() for _ in range(3)]
-    given = {m: arguments(m, cap, slopes_of(heads, device)) for m in (PLAIN, *MODIFIERS)}
-    calls = {m: partial(flash_attn_func, *tensors, causal=causal, **each) for m, each in given.items()}
-    errors = {m: error(call, tensors, given[m], causal) for m, call in calls.items()}
+    inputs = random_inputs(problem, device, 0)
+    slopes = slopes_of(problem.heads, device)
+    given = {m: arguments(m, cap, slopes) for m in (PLAIN, *MODIFIERS)}
+    same = {"causal": problem.has_right_only, "softmax_scale": problem.scale}
+    calls = {m: partial(flash_attn_func, inputs.q, inputs.k, inputs.v, **same, **each) for m, each in given.items()}
+    errors = {m: error(call(), inputs, given[m], problem) for m, call in calls.items()}
     items = [Implementation(m, "kernel", call) for m, call in calls.items()]
     timings = measure_by(clocks_for(device, settings), items, settings)
     ms: dict[str, dict[str, float]] = {}
@@ -100,7 +89,7 @@ def measured(shape: Shape, cap: float, device: torch.device, settings: bench.Set
             ms.setdefault(protocol, {})[item.tag] = each.median
     speed = {p: {m: of[PLAIN] / of[m] for m in MODIFIERS if m in of and PLAIN in of} for p, of in ms.items()}
     wrong = [m for m, each in errors.items() if not each <= ALLOWED]
-    return {"problem": name_of(shape), "error": errors, "ms": ms, "speed": speed, "failed": failed, "wrong": wrong}
+    return {"problem": problem.describe(), "error": errors, "ms": ms, "speed": speed, "failed": failed, "wrong": wrong}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -120,15 +109,16 @@ def main() -> int:
     device = device_or_exit()
     check_writable(chosen_by.out)
     words = {word for word in chosen_by.only.split(",") if word}
-    chosen = [one for one in shapes(chosen_by.seed, chosen_by.drawn) if words <= set(name_of(one).split())]
+    found = problems(chosen_by.seed, chosen_by.drawn, arch_of(device))
+    chosen = [one for one in found if words <= set(one.describe().split())]
     if not chosen:
         parser.error(f"--only is {chosen_by.only!r}; no problem has all of these words")
     settings = bench.Settings(rounds=chosen_by.rounds, round_ms=6.0, warmup_ms=12.0, protocols=BOTH)
     body = {"format": FORMAT, "environment": environment(device), "seed": chosen_by.seed, "cap": chosen_by.cap}
     rows: list[dict[str, Any]] = []
     print(f"speed over that of plain scores, {' / '.join(BOTH)}")
-    for shape in chosen:
-        rows.append(measured(shape, chosen_by.cap, device, settings))
+    for problem in chosen:
+        rows.append(measured(problem, chosen_by.cap, device, settings))
         print(line(rows[-1]), flush=True)
         write_atomically(chosen_by.out / "modifiers.json", json.dumps(body | {"rows": rows}, indent=1) + "\n")
     for protocol in BOTH:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from gpu_run import BOTH, device_or_exit, options, run_and_keep, settings_for
+from gpu_run import STEADY, device_or_exit, options, run_and_keep, settings_for
 
 from flashlane import bench
 from flashlane.bench.measure.flops import DIRECTIONS, Direction
@@ -29,7 +29,6 @@ from flashlane.core.problem import DTYPES, AttentionProblem, arch_of
 
 FORMAT = "flashlane-triton-targets/4"
 TAG = "triton"
-STEADY = BOTH[1]
 TOKENS, WIDTH = 16384, 2048
 """B·N and H·D of the bf16 problems."""
 TOKENS_F32 = 8192

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flashlane import bench
+from flashlane.bench.measure.drawn import timed
 
 CPU = torch.device("cpu")
 SHORT = bench.Settings(rounds=1, round_ms=0.01, warmup_ms=0.01, warmup=1, max_iterations=1)
@@ -17,29 +18,37 @@ SHORT = bench.Settings(rounds=1, round_ms=0.01, warmup_ms=0.01, warmup=1, max_it
 
 def test_problems_are_those_of_the_targets_and_of_the_seed(script) -> None:
     modifiers = script("modifiers")
-    first, again = (list(modifiers.shapes(7, 20)) for _ in range(2))
-    assert first == again and first != list(modifiers.shapes(8, 20)) and len(first) == 12 + 20
-    assert (4, 4096, 16, 128, True) in first[:12] and (1, 16384, 32, 64, True) in first[:12]
-    assert {shape[-1] for shape in first[12:]} == {True, False}
+    first, again = (list(modifiers.problems(1600, 20, "sm_90a")) for _ in range(2))
+    assert first == again and first != list(modifiers.problems(1601, 20, "sm_90a")) and len(first) == 12 + 20
+    of_targets = [problem.describe() for problem in first[:12]]
+    assert {"B4 H16 N4096 D128 bf16 causal", "B1 H32 N16384 D64 bf16 causal"} <= set(of_targets)
+    assert first[12:] == [timed("dense", 1600, number).problem("sm_90a") for number in range(20)]
+    assert {problem.has_right_only for problem in first[12:]} == {True, False}
 
 
-def test_each_call_has_its_modifier_and_is_compared_with_the_formula(script, monkeypatch) -> None:
+@pytest.mark.parametrize("kv_heads", [3, 1])
+def test_each_call_has_its_modifier_and_is_compared_with_the_formula(kv_heads: int, script, monkeypatch) -> None:
     """A call that forgets its modifier is wrong."""
     modifiers = script("modifiers")
-    shape = (2, 40, 3, 16, True)
-    row = modifiers.measured(shape, 2.0, CPU, SHORT)
+    problem = bench.make_problem(2, 3, 40, 16, torch.bfloat16, kv_heads=kv_heads, seqlen_k=50, causal=True, scale=0.5)
+    row = modifiers.measured(problem, 2.0, CPU, SHORT)
     assert row["wrong"] == [] and row["failed"] == {} and set(row["error"]) == {"plain", "softcap", "alibi"}
     assert set(row["speed"]) == {"flushed"} and set(row["speed"]["flushed"]) == {"softcap", "alibi"}
     assert row["speed"]["flushed"]["alibi"] == row["ms"]["flushed"]["plain"] / row["ms"]["flushed"]["alibi"]
     attend = modifiers.flash_attn_func
-    monkeypatch.setattr(modifiers, "flash_attn_func", lambda q, k, v, causal, **_: attend(q, k, v, causal=causal))
-    assert modifiers.measured(shape, 2.0, CPU, SHORT)["wrong"] == ["softcap", "alibi"]
+
+    def forgetful(*tensors, causal, softmax_scale, **_):
+        return attend(*tensors, causal=causal, softmax_scale=softmax_scale)
+
+    monkeypatch.setattr(modifiers, "flash_attn_func", forgetful)
+    assert modifiers.measured(problem, 2.0, CPU, SHORT)["wrong"] == ["softcap", "alibi"]
 
 
 def test_the_file_is_written_after_each_problem(script, tmp_path: Path, monkeypatch, capsys) -> None:
     modifiers = script("modifiers")
     monkeypatch.setattr(modifiers, "device_or_exit", lambda: CPU)
-    monkeypatch.setattr(modifiers, "shapes", lambda seed, drawn: iter([(1, 24, 2, 16, True), (1, 20, 2, 16, False)]))
+    small = [bench.make_problem(1, 2, 24, 16, torch.bfloat16, causal=causal) for causal in (True, False)]
+    monkeypatch.setattr(modifiers, "problems", lambda *_: iter(small))
     monkeypatch.setattr(modifiers, "BOTH", ("flushed",))
     monkeypatch.setattr(sys, "argv", ["modifiers.py", "--out", str(tmp_path), "--rounds", "1", "--only", "causal"])
     assert modifiers.main() == 0
