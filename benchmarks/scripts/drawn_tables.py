@@ -27,13 +27,18 @@ def judged(results: Path) -> list[tuple[str, Result]]:
     bodies = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in results.glob("drawn_*.json")]
 
     found = [(name, body) for name, body in bodies if body["role"] == "judging"]
-    main = main_device(body for _, body in found)
+    main = main_device(body for _, body in found if body["peers"])
 
     def place(named: tuple[str, Result]) -> tuple[Any, ...]:
         name, body = named
         return body["direction"] != "forward", KINDS.index(body["kind"]), _device(body) != main, name
 
     return sorted(found, key=place)
+
+
+def with_peers(results: Path) -> list[tuple[str, Result]]:
+    """Those of :func:`judged` that peers were timed in."""
+    return [(name, body) for name, body in judged(results) if body["peers"]]
 
 
 def main_device(bodies: Iterable[Result]) -> str:
@@ -48,7 +53,7 @@ def _device(body: Result) -> str:
 
 def _lines(results: Path) -> tuple[str, dict[str, list[Result]]]:
     """The main device; and the rows of all files of a direction, kind and device, by what tables call them."""
-    found = judged(results)
+    found = with_peers(results)
     main, lines = main_device(body for _, body in found), {}
     for _, body in found:
         what = f"{body['direction']}, {body['kind']}" + f", {_device(body)}" * (_device(body) != main)
@@ -80,6 +85,20 @@ def worst_table(results: Path) -> str:
     return table(("drawn", "problem", "protocol", "ratio", "fastest peer"), rows) if rows else NOT_MEASURED
 
 
+def regret_table(results: Path) -> str:
+    """How much longer what is chosen takes than the best of our other configurations, where those were timed."""
+    rows = []
+    for _, body in judged(results):
+        found = {way: drawn_summary.regrets(body["rows"], way) for way in body["protocols"]}
+        for way, losses in found.items():
+            if losses:
+                figures = (sum(losses) / len(losses), drawn_summary.percentile(losses, 0.95), losses[-1])
+                what = f"{body['direction']}, {body['kind']}" + f", {way}" * (len(found) > 1)
+                rows.append((what, len(losses), *(f"{100 * each:.1f} %" for each in figures)))
+    head = ("drawn problems", "count", "mean", "95th percentile", "worst")
+    return table(head, rows) if rows else NOT_MEASURED
+
+
 def head_dims_table(results: Path) -> str:
     """How many problems of each head dim are at the fastest peer's speed or above under both protocols."""
     rows = []
@@ -105,7 +124,7 @@ def absent_text(results: Path) -> str:
 def _fa4_sentence(results: Path) -> str:
     reasons: dict[str, set[int]] = {"gave a wrong result": set(), "did not run": set()}
     count = 0
-    for _, body in judged(results):
+    for _, body in with_peers(results):
         for row in body["rows"]:
             if why := row.get("absent", {}).get("fa4"):
                 count += 1
@@ -136,7 +155,7 @@ def files_list(results: Path) -> str:
     """A line for each file: how many problems it has of those that were asked for, where, when and of which commit."""
     lines = []
     for name, body in judged(results):
-        where, absences = body["environment"], ""
+        where, absences = body["environment"], "" if body["peers"] else "; without peers, with our other configurations"
         absent = sum(bool(row.get("absent", {}).get("fa4")) for row in body["rows"])
         if absent:
             absences = f"; FlashAttention-4 is absent from {absent}"
@@ -177,7 +196,7 @@ def behind_sentence(results: Path) -> str:
 
 def run_sentence(results: Path) -> str:
     """On what the dense problems were measured."""
-    found = [body for _, body in judged(results)]
+    found = [body for _, body in with_peers(results)]
     main = main_device(found)
     bodies = [body for body in found if body["kind"] == "dense" and _device(body) == main]
     if not bodies:
@@ -198,8 +217,8 @@ SHORT_MS = 0.2
 
 def short_sentence(results: Path) -> str:
     """How often FlashAttention-2 is ahead in short backwards."""
-    main = main_device(body for _, body in judged(results))
-    rows = [row for _, body in judged(results) if body["direction"] == "backward" and _device(body) == main
+    main = main_device(body for _, body in with_peers(results))
+    rows = [row for _, body in with_peers(results) if body["direction"] == "backward" and _device(body) == main
             for row in body["rows"]]  # fmt: skip
     if not rows:
         return NOT_MEASURED
@@ -215,6 +234,7 @@ def short_sentence(results: Path) -> str:
 PARTS: Mapping[str, Callable[[Path], str]] = {
     "drawn": summary_table,
     "drawn-worst": worst_table,
+    "drawn-regret": regret_table,
     "drawn-dims": head_dims_table,
     "drawn-absent": absent_text,
     "drawn-files": files_list,

@@ -45,6 +45,7 @@ def results(tmp_path: Path) -> Path:
     }  # fmt: skip
     for name, (direction, kind, role, device, rows) in files.items():
         body = {"direction": direction, "kind": kind, "role": role, "count": 200, "seed": 2013, "rows": rows}
+        body |= {"peers": ["(fa2)"], "protocols": ["steady", "flushed"]}
         date = "2026-11-23T08:00:00+00:00" if device == "NVIDIA H100" else WHERE["date"]
         (tmp_path / name).write_text(json.dumps(body | {"environment": WHERE | {"device": device, "date": date}}))
     return tmp_path
@@ -146,3 +147,20 @@ def test_lists_of_one_direction_and_kind_are_one_line(tables: ModuleType, result
 
 def test_without_files_nothing_was_measured(tables: ModuleType, tmp_path: Path) -> None:
     assert {part(tmp_path) for part in tables.PARTS.values()} == {"Not measured yet.\n"}
+
+
+def test_regret_is_of_files_with_our_other_configurations(tables: ModuleType, results: Path) -> None:
+    assert "not measured" in tables.regret_table(results).lower()
+    before = {name: part(results) for name, part in tables.PARTS.items() if name not in ("drawn-files", "drawn-regret")}
+    rows = []
+    for chosen, best in ((1.0, 1.0), (1.02, 1.0), (1.1, 1.0), (0.9, 1.0)):
+        times = {"chosen one": {"steady": chosen}, "another": {"steady": best}}
+        first = {"chosen one": {"steady": 1.5}, "another": {"steady": 1.0}}  # which one is best comes from these
+        rows.append({"candidates": {"chosen": "chosen one", "ms": first, "again": times}, "sizes": {"head_dim": 64}})
+    body = {"direction": "forward", "kind": "dense", "role": "judging", "count": 4, "seed": 2014, "rows": rows}
+    body |= {"peers": [], "protocols": ["steady"], "environment": WHERE | {"date": "2026-11-30T08:00:00+00:00"}}
+    (results / "drawn_forward_dense_2014.json").write_text(json.dumps(body))
+    assert tables.regret_table(results).splitlines()[2:] == ["| forward, dense | 4 | 3.0 % | 10.0 % | 10.0 % |"]
+    # No other figure counts its problems.
+    assert before == {name: tables.PARTS[name](results) for name in before}
+    assert "without peers" in tables.files_list(results)

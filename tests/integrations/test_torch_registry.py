@@ -417,6 +417,17 @@ def test_sdpa_on_a_gpu(layout: str, causal: bool, compiled: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("rows", [1, 9, 300])
+def test_sdpa_of_scores_of_1e11_on_a_gpu(rows: int) -> None:
+    """With one row, what ``test_flash_atteention_large_bf16_nan_values`` of PyTorch asks."""
+    x = torch.full((1, 2, rows, 64), 133120.0, dtype=torch.bfloat16, device="cuda")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert ours_ran(lambda: F.scaled_dot_product_attention(x, x, x))
+        assert torch.equal(F.scaled_dot_product_attention(x, x, x), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_gpu")
 def test_modules_of_torch_on_a_gpu() -> None:
     x = torch.randn(2, 200, 256, device="cuda", dtype=torch.float16)
     attention = torch.nn.MultiheadAttention(256, 4, batch_first=True, device="cuda", dtype=torch.float16)

@@ -8,6 +8,7 @@ using u64 = unsigned long long;
 
 constexpr int WARP = 32;
 #define INF __int_as_float(0x7f800000)
+#define NOT_A_NUMBER __int_as_float(0x7fffffff)
 
 template <typename A, typename B>
 constexpr bool is_same = false;

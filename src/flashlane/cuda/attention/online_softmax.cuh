@@ -7,11 +7,18 @@
 // Deferred maximum: blocks without a mask take no maximum. Exponentials are relative to an old one, and their sums,
 // which are needed anyway, show where it is too small: above DEFERRED_SUM. Then all of a row is divided by a power of
 // two.
+//
+// Large maxima: an exponent is one fused multiply-add of a score, the scale and the rounded product of maximum and
+// scale. The rounding multiplies all of a row's exponentials by one factor, which is near 1 up to LARGE_MAX, but may be
+// 0 or infinite from 2^30 on. Where the maximum is deferred such rows take the way of sums that are too large, in which
+// the maximum is subtracted before the scale. That is exact, and costs other rows nothing. Elsewhere it would be a
+// branch in each step, 3 to 5 % of the time (notebook 0068).
 #pragma once
 #include "math.cuh"
 
 constexpr float RESCALE_THRESHOLD = 8.f;  // of scores in base 2
 constexpr float DEFERRED_SUM = 4096.f;    // of a thread's exponentials of a row and block; f16 can represent each
+constexpr float LARGE_MAX = 131072.f;     // in base 2: its product is rounded by 2^-8 at most
 
 // Reductions over the four lanes that share the rows of an accumulator tile.
 __device__ __forceinline__ float quad_max(float x) {
@@ -47,16 +54,17 @@ __device__ __forceinline__ float row_max(const float (&s)[N], int half) {
     return largest;
 }
 
-// Turns the scores of one of a thread's two rows into 2^((S − max) · scale), and adds them to the sum.
-template <int N>
+// Turns the scores of one of a thread's two rows into 2^((S − max) · scale), and adds them to the sum. SUBTRACT_FIRST:
+// in two instructions, of which the first is exact, so that a maximum may be of any size.
+template <bool SUBTRACT_FIRST, int N>
 __device__ __forceinline__ void exponentiate_row(float (&s)[N], int half, float max, float scale_log2, float& sum) {
-    const float offset = max == -INF ? 0.f : max * scale_log2;
+    const float subtracted = max == -INF ? 0.f : max, offset = subtracted * scale_log2;
 #pragma unroll
     for (int n = 0; n < N / 4; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float& x = s[n * 4 + half * 2 + i];
-            x = ex2(fmaf(x, scale_log2, -offset));
+            x = ex2(SUBTRACT_FIRST ? (x - subtracted) * scale_log2 : fmaf(x, scale_log2, -offset));
             sum += x;
         }
 }
@@ -99,7 +107,27 @@ __device__ __forceinline__ float ex2_by_polynomial_in_range(float x, float scale
 // This form does not use update_row_max: a block without a masked score needs no test for −∞, and two independent
 // chains take the maxima of even and of odd columns.
 struct RowSoftmax {
-    float max[2], sum[2];          // in the scores' own unit, before the scale
+    float max[2], sum[2];          // in the scores' own unit, before the scale; NaN for a large maximum
+
+    // A large maximum is in shared memory, as it would rarely use its register: of row 0 at `large`, of row 1 behind
+    // the seven rows between them. What reads and writes it has no branch by rows: ptxas keeps descriptors in uniform
+    // registers only where it sees that a warp stays together.
+    static constexpr u32 NEXT_ROW = 8 * sizeof(float);
+    __device__ __forceinline__ bool is_marked(int half) const { return max[half] != max[half]; }
+    static __device__ __forceinline__ float in_memory(int half, u32 large) {
+        return __int_as_float(load_shared(large + half * NEXT_ROW));
+    }
+    __device__ __forceinline__ float true_max(int half, u32 large) const {
+        const float marked = in_memory(half, large);
+        return is_marked(half) ? marked : max[half];
+    }
+    // Sets a row's maximum. NaN makes each later block of the row take the way of one whose maximum changes. The
+    // maximum of a row without a score is −∞ or far below any score.
+    __device__ __forceinline__ void set_max(int half, float row_max, float scale, u32 large) {
+        const float in_base_2 = fabsf(row_max * scale);
+        max[half] = in_base_2 > LARGE_MAX && in_base_2 < 1e37f ? NOT_A_NUMBER : row_max;
+        store_shared(large + half * NEXT_ROW, __float_as_int(row_max));
+    }
 
     __device__ __forceinline__ void reset(float least = -INF) { max[0] = max[1] = least, sum[0] = sum[1] = 0.f; }
 
@@ -127,6 +155,31 @@ struct RowSoftmax {
             row_max = keep ? row_max : new_max;
             bias[half] = OFFSET ? (offset[half] - row_max) * scale : -row_max * scale;
             if (MASKED) bias[half] = row_max == -INF ? 0.f : bias[half];
+        }
+    }
+    // After update_max: rows with a large maximum have it subtracted from their scores, and then no bias.
+    template <bool OFFSET, int N>
+    __device__ __forceinline__ void subtract_large_max(float (&s)[N], float scale, const float (&offset)[2],
+                                                       float (&alpha)[2], float (&bias)[2], u32 large) {
+        // A marked maximum makes `alpha` NaN, or, in a block without a score of the row, stays as it is.
+        const auto was_large = [&](int half) { return (alpha[half] != alpha[half]) | is_marked(half); };
+        const auto concerns = [&](int half) {
+            const float in_base_2 = OFFSET ? max[half] * scale : bias[half];
+            return (alpha[half] != alpha[half]) | !(fabsf(in_base_2) <= LARGE_MAX);
+        };
+        if (!__any_sync(0xffffffffu, concerns(0) | concerns(1))) return;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const bool before = was_large(half);
+            const float old = in_memory(half, large), row_max = before ? fmaxf(old, max[half]) : max[half];
+            alpha[half] = before ? ex2((old - row_max) * scale) : alpha[half];
+            set_max(half, row_max, scale, large);
+            const bool now = is_marked(half);
+            const float added = OFFSET && now ? offset[half] : 0.f, subtracted = now ? row_max : 0.f;
+            bias[half] = now ? 0.f : bias[half];
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                if (i / 2 % 2 == half) s[i] = (OFFSET ? s[i] + added : s[i]) - subtracted;
         }
     }
 
@@ -189,7 +242,8 @@ struct RowSoftmax {
     // Whether a sum of P is so large that the row's maximum must grow; also if it is no number.
     static __device__ __forceinline__ bool exceeds(float block_sum) { return !(block_sum <= DEFERRED_SUM); }
     // Where the sums of P are too large and finite, divides P by the power of two next to the largest, and raises
-    // the maximum by its logarithm. Rows whose P overflowed are left to the caller, as `lost`.
+    // the maximum by its logarithm. Rows whose P overflowed, or whose maximum is large, are left to the caller, as
+    // `lost`.
     template <int N>
     __device__ __forceinline__ void raise_max(float (&s)[N], float scale_log2, float (&block_sum)[2],
                                               float (&alpha)[2], bool (&lost)[2]) {
@@ -197,9 +251,10 @@ struct RowSoftmax {
         for (int half = 0; half < 2; ++half) {
             const float sums = quad_sum(exceeds(block_sum[half]) ? block_sum[half] : 0.f);
             const float largest = quad_max(block_sum[half]);
-            alpha[half] = 1.f;
-            lost[half] = !(sums < INF);
-            if (sums == 0.f || lost[half]) continue;
+            alpha[half] = 1.f, lost[half] = false;
+            if (sums == 0.f) continue;
+            lost[half] = !(sums < INF) || fabsf(max[half] * scale_log2) > LARGE_MAX;
+            if (lost[half]) continue;
             const int exponent = __float_as_int(largest) >> 23;  // its power of two, plus 127: at most 254
             alpha[half] = __int_as_float((255 - exponent) << 23);
             max[half] += static_cast<float>(exponent - 128) / scale_log2;

@@ -96,7 +96,8 @@ __device__ __forceinline__ void online_softmax(Scores& s, State& state, float sc
         for (int n = 0; n < O_TILES; ++n) state.o[n].scale(rescale[0], rescale[1]);
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) exponentiate_row(s, half, state.max[half], scale_log2, state.sum[half]);
+    for (int half = 0; half < 2; ++half)
+        exponentiate_row<true>(s, half, state.max[half], scale_log2, state.sum[half]);
 }
 
 __device__ __forceinline__ void gemm_pv(State& state, const Scores& s, const TileCursor<LayoutV>& v, u32 stage) {

@@ -94,7 +94,7 @@ __device__ __forceinline__ void online_softmax(Scores& s, State& state, float sc
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             tile_sum[m][half] = 0.f;
-            exponentiate_row(s[m], half, state.max[m][half], scale_log2, tile_sum[m][half]);
+            exponentiate_row<false>(s[m], half, state.max[m][half], scale_log2, tile_sum[m][half]);
         }
     if constexpr (NORMALISE) normalise(s, state, tile_sum, warp);
     else

@@ -26,7 +26,7 @@ MAX_COLUMNS_V = 256
 """Columns of v of an accumulator: 128 registers a thread."""
 REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 """Registers of a producer and of a consumer thread, by the number of consumer warpgroups."""
-SPILLS_ALLOWED = {1: 0, 2: 76, 3: 128, 4: 256}
+SPILLS_ALLOWED = {1: 0, 2: 64, 3: 60, 4: 184}
 """Bytes of stores and loads that a configuration may spill, by the number of consumer warpgroups: all of it is between
 tiles, outside the steady loop. The most that is known (``tests/kernels/hopper/spills.json``)."""
 REGISTERS_OF_TWO_CTAS = (56, 200)
@@ -166,7 +166,8 @@ class HopperConfig:
         parts = {"Q": self.q_stages * self.cta_rows * qk, "KV": self.stages * self.block_n * (qk + v)}
         listed = (1 if self.stages <= 4 else 2) * self.block_lists
         words = WORDS_BYTES * ((self.gather or self.cluster > 1) + self.combine_in_kernel + listed)
-        return parts | {"barriers": -(-8 * barriers // 16) * 16 + TILE_BYTES * self.q_stages + words}
+        parts["barriers"] = -(-8 * barriers // 16) * 16 + TILE_BYTES * self.q_stages + words
+        return parts | ({"row maxima": 4 * self.cta_rows} if self.deferred_max else {})
 
     @property
     def box_rows(self) -> int:

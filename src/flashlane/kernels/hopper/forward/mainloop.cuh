@@ -204,6 +204,8 @@ struct Mainloop {
             softmax.exponentiate_bounded<cfg::POLYNOMIALS, MAY_BE_HIDDEN>(s, late_scale(p), BOUNDED_MAX);
         } else {
             softmax.update_max<MASKED && !ANY_MAY_BE_HIDDEN, ROW_OFFSET>(s, late_scale(p), offset, alpha, bias);
+            if constexpr (cfg::DEFERRED_MAX)
+                softmax.subtract_large_max<ROW_OFFSET>(s, late_scale(p), offset, alpha, bias, large_maxima());
             softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
         }
     }
@@ -278,12 +280,14 @@ struct Mainloop {
             for (int i = 0; i < 8; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], score(again, group, i));
         }
         const float scale = late_scale(p);
+        float row_max[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float old = softmax.max[half], now = fmaxf(old, quad_max(largest[half]));
+            const float old = softmax.true_max(half, large_maxima()), now = fmaxf(old, quad_max(largest[half]));
+            row_max[half] = now;
             if (!lost[half]) continue;
             alpha[half] = ex2((old - now) * scale);
-            softmax.max[half] = now;
+            softmax.set_max(half, now, scale, large_maxima());
             block_sum[half] = 0.f;
         }
 #pragma unroll 1
@@ -293,7 +297,7 @@ struct Mainloop {
             for (int i = 0; i < 8; ++i) {
                 const int half = i / 2 % 2;
                 if (!lost[half]) continue;
-                const float x = ex2(fmaf(score(again, group, i), scale, -softmax.max[half] * scale));
+                const float x = ex2((score(again, group, i) - row_max[half]) * scale);
                 block_sum[half] += x;
                 local[8 * group + i] = x;
             }

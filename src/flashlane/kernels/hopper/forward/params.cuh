@@ -158,12 +158,16 @@ struct LastArrival {
 struct ListedBlocks {
     alignas(16) ListedBlock listed[STAGES <= 4 ? 4 : 8];  // the entry that each stage's K belongs to
 };
+struct LargeMaxima {
+    alignas(16) float large_maxima[CTA_ROWS];       // attention/online_softmax.cuh
+};
 struct SharedStorage : Operands,
                        Optional<(CLUSTER > 1), ClusterBarriers>,
                        WorkTiles,
                        Optional<(cfg::GATHER || CLUSTER > 1), NextTile>,
                        Optional<COMBINE_IN_KERNEL, LastArrival>,
-                       Optional<cfg::BLOCK_LISTS, ListedBlocks> {};
+                       Optional<cfg::BLOCK_LISTS, ListedBlocks>,
+                       Optional<cfg::DEFERRED_MAX, LargeMaxima> {};
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
 
 // The address of a member in the window of shared memory. A function that names a member of an optional base is a
@@ -178,6 +182,17 @@ __device__ __forceinline__ u32 listed_block(u32 base, u32 stage) {
 }
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// DEFERRED_MAX: where the maximum of the thread's first row lies. The thread's index is read where this is called: what
+// follows from it would take a register in the loop over n-blocks.
+template <typename Storage = SharedStorage>
+__device__ __forceinline__ u32 large_maxima() {
+    if constexpr (cfg::DEFERRED_MAX) {
+        const u32 thread = thread_index_here() - WARPGROUP, row = thread / WARP * 16 + thread % WARP / 4;
+        return SHARED_OF(Storage, shared_address(shared_memory), large_maxima) + 4 * row;
+    }
+    return 0;
+}
 
 // Named barriers. Of the first two there is one for each consumer.
 enum NamedBarrier { PINGPONG = 1, WARPGROUP_SYNC = 8, PRODUCER_WARPS = 12 };
