@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem, Inputs
 
 
-def needs_no_maximum(problem: AttentionProblem) -> bool:
+def cap_needs_no_maximum(problem: AttentionProblem) -> bool:
     """Whether a soft cap bounds scores so that 0 can take the place of their row's maximum: P in f16 would overflow."""
     bounded = 0 < problem.softcap * LOG2_E <= LARGEST_BOUNDED and not problem.alibi
     return bounded and problem.dtype == torch.bfloat16

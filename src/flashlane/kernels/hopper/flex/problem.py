@@ -155,7 +155,7 @@ def takes_approximate_tanh(problem: AttentionProblem) -> bool:
     return problem.dtype == torch.bfloat16
 
 
-def needs_no_maximum(problem: AttentionProblem, program: Program) -> bool:
+def program_needs_no_maximum(problem: AttentionProblem, program: Program) -> bool:
     """Whether the forward subtracts a constant from scores, not their row's maximum: P in f16 would overflow."""
     return problem.dtype == torch.bfloat16 and program.centre is not None
 

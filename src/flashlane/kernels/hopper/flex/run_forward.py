@@ -26,8 +26,8 @@ from flashlane.kernels.hopper.flex.problem import (
     arguments_setter,
     kernel_arguments,
     kernel_header,
-    needs_no_maximum,
     problem_of,
+    program_needs_no_maximum,
     takes_approximate_tanh,
 )
 from flashlane.kernels.hopper.forward.config import HopperConfig
@@ -97,7 +97,7 @@ def config_of(
     approximate = takes_approximate_tanh(problem)
     by_distance = problem.scale >= LEAST_SCALE
     by_slope = block is None and by_distance and program.linear_score is not None
-    shape, ctas = tile_of(largest, blocks, has_tanh, by_slope or needs_no_maximum(problem, program))
+    shape, ctas = tile_of(largest, blocks, has_tanh, by_slope or program_needs_no_maximum(problem, program))
     if mask_bits and program.score is not None:
         shape = tile_of_score(largest) or shape
     config = HopperConfig(
@@ -108,7 +108,7 @@ def config_of(
         heads_per_section=_section(problem),
     )  # fmt: skip
     # Kernels without a program are compiled once for all masks; a program's is compiled while its caller waits.
-    small_tanh = has_tanh and needs_no_maximum(problem, program) and block is None and largest <= NARROW
+    small_tanh = has_tanh and program_needs_no_maximum(problem, program) and block is None and largest <= NARROW
     config = replace(config, across_tiles=not config.program, polynomials=POLYNOMIALS if small_tanh else 0)
     if config.shared_memory > shared_limit(ARCH):
         config = replace(config, stages=2)

@@ -14,7 +14,7 @@ from flashlane.kernels.hopper.arch import ARCH, L2_MIB, SMS
 from flashlane.kernels.hopper.forward import cost, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
 from flashlane.kernels.memory_rate import on_sector, read_rate
-from flashlane.kernels.score import ScoreConfig, needs_no_maximum
+from flashlane.kernels.score import ScoreConfig, cap_needs_no_maximum
 from flashlane.kernels.seqlen import SeqlenConfig, page_box_rows
 from flashlane.kernels.tile_cost import TileBlocks
 
@@ -371,7 +371,7 @@ def specialise(
     single = {"packed_heads": packed.heads, "pack_gqa": packed.rows, "cluster": 1}
     may_split = config.split or not splits_are_predicted(problem)
     split = may_split and splits_of(problem, replace(config, **single)) > 1
-    bounded = needs_no_maximum(problem)
+    bounded = cap_needs_no_maximum(problem)
     alone = split or not seqlen.dense or problem.seqlen_q * packed.rows <= rows
     return replace(
         config,
