@@ -94,6 +94,7 @@ def test_blocks_without_a_mask_take_no_maximum(head_dim: int, shape: tiles.TileS
         text = disassembled(jit.compile(what.source(), ARCH).cubin)
         loops = [families(loop) for loop in steady_loops(text, shortest=True)]
         assert len(loops) == 2 and all(loop["MUFU"] >= shape.block_n // 2 for loop in loops)
+        assert not any(loop["LDS"] for loop in loops)  # of the maxima of rows with large scores
         maxima.append([loop["FMNMX"] for loop in loops])
     before, (masked, unmasked) = maxima
     assert min(before) >= shape.block_n // 2 and masked == before[0] and unmasked == 0
