@@ -10,9 +10,9 @@
 //
 // Large maxima: an exponent is one fused multiply-add of a score, the scale and the rounded product of maximum and
 // scale. The rounding multiplies all of a row's exponentials by one factor, which is near 1 up to LARGE_MAX, but may be
-// 0 or infinite from 2^30 on. Where the maximum is deferred such rows take the way of sums that are too large, in which
-// the maximum is subtracted before the scale. That is exact, and costs other rows nothing. Elsewhere it would be a
-// branch in each step, 3 to 5 % of the time (notebook 0068).
+// 0 or infinite from 2^30 on. Where the maximum is deferred such rows can take the way of sums that are too large, in
+// which the maximum is subtracted before the scale. That is exact, and costs other rows nothing. Elsewhere it would be
+// a branch in each step, 3 to 5 % of the time (notebook 0068).
 #pragma once
 #include "math.cuh"
 
@@ -242,9 +242,9 @@ struct RowSoftmax {
     // Whether a sum of P is so large that the row's maximum must grow; also if it is no number.
     static __device__ __forceinline__ bool exceeds(float block_sum) { return !(block_sum <= DEFERRED_SUM); }
     // Where the sums of P are too large and finite, divides P by the power of two next to the largest, and raises
-    // the maximum by its logarithm. Rows whose P overflowed, or whose maximum is large, are left to the caller, as
-    // `lost`.
-    template <int N>
+    // the maximum by its logarithm. Rows whose P overflowed, or, with LARGE, whose maximum is large, are left to the
+    // caller, as `lost`.
+    template <bool LARGE, int N>
     __device__ __forceinline__ void raise_max(float (&s)[N], float scale_log2, float (&block_sum)[2],
                                               float (&alpha)[2], bool (&lost)[2]) {
 #pragma unroll
@@ -253,7 +253,7 @@ struct RowSoftmax {
             const float largest = quad_max(block_sum[half]);
             alpha[half] = 1.f, lost[half] = false;
             if (sums == 0.f) continue;
-            lost[half] = !(sums < INF) || fabsf(max[half] * scale_log2) > LARGE_MAX;
+            lost[half] = !(sums < INF) || (LARGE && fabsf(max[half] * scale_log2) > LARGE_MAX);
             if (lost[half]) continue;
             const int exponent = __float_as_int(largest) >> 23;  // its power of two, plus 127: at most 254
             alpha[half] = __int_as_float((255 - exponent) << 23);

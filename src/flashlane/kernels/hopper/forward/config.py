@@ -167,7 +167,8 @@ class HopperConfig:
         listed = (1 if self.stages <= 4 else 2) * self.block_lists
         words = WORDS_BYTES * ((self.gather or self.cluster > 1) + self.combine_in_kernel + listed)
         parts["barriers"] = -(-8 * barriers // 16) * 16 + TILE_BYTES * self.q_stages + words
-        return parts | ({"row maxima": 4 * self.cta_rows} if self.deferred_max else {})
+        large_scores = self.deferred_max and not self.block_lists
+        return parts | ({"row maxima": 4 * self.cta_rows} if large_scores else {})
 
     @property
     def box_rows(self) -> int:

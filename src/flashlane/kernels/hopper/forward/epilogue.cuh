@@ -73,7 +73,7 @@ struct Epilogue {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float sum = quad_sum(softmax.sum[half]);
-            const float row_max = cfg::DEFERRED_MAX ? softmax.true_max(half, large_maxima()) : softmax.max[half];
+            const float row_max = LARGE_SCORES ? softmax.true_max(half, large_maxima()) : softmax.max[half];
             float total = sum == 0.f ? -INF : row_max * late_scale(p) + __log2f(sum);
             inverse[half] = sum > 0.f ? reciprocal(sum) : 0.f;
             float* lse;

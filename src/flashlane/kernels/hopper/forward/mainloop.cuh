@@ -204,7 +204,7 @@ struct Mainloop {
             softmax.exponentiate_bounded<cfg::POLYNOMIALS, MAY_BE_HIDDEN>(s, late_scale(p), BOUNDED_MAX);
         } else {
             softmax.update_max<MASKED && !ANY_MAY_BE_HIDDEN, ROW_OFFSET>(s, late_scale(p), offset, alpha, bias);
-            if constexpr (cfg::DEFERRED_MAX)
+            if constexpr (LARGE_SCORES)
                 softmax.subtract_large_max<ROW_OFFSET>(s, late_scale(p), offset, alpha, bias, large_maxima());
             softmax.exponentiate<SCALED>(s, late_scale(p), alpha, bias);
         }
@@ -223,7 +223,7 @@ struct Mainloop {
             if (cfg::LATE_WAIT) wgmma_wait<0>(o);  // this is rare, and then the old P needs no registers any more
             float alpha[2];
             bool lost[2];
-            softmax.raise_max(s, late_scale(p), block_sum, alpha, lost);
+            softmax.raise_max<LARGE_SCORES>(s, late_scale(p), block_sum, alpha, lost);
             if (__any_sync(0xffffffffu, lost[0] || lost[1])) exponentiate_again(n_block, lost, block_sum, alpha);
             rescale_output(alpha);
 #pragma unroll
@@ -283,11 +283,12 @@ struct Mainloop {
         float row_max[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float old = softmax.true_max(half, large_maxima()), now = fmaxf(old, quad_max(largest[half]));
-            row_max[half] = now;
+            const float old = LARGE_SCORES ? softmax.true_max(half, large_maxima()) : softmax.max[half];
+            const float now = row_max[half] = fmaxf(old, quad_max(largest[half]));
             if (!lost[half]) continue;
             alpha[half] = ex2((old - now) * scale);
-            softmax.set_max(half, now, scale, large_maxima());
+            if constexpr (LARGE_SCORES) softmax.set_max(half, now, scale, large_maxima());
+            else softmax.max[half] = now;
             block_sum[half] = 0.f;
         }
 #pragma unroll 1
@@ -297,7 +298,9 @@ struct Mainloop {
             for (int i = 0; i < 8; ++i) {
                 const int half = i / 2 % 2;
                 if (!lost[half]) continue;
-                const float x = ex2((score(again, group, i) - row_max[half]) * scale);
+                const float of_key = score(again, group, i);
+                const float x = ex2(LARGE_SCORES ? (of_key - row_max[half]) * scale
+                                                 : fmaf(of_key, scale, -row_max[half] * scale));
                 block_sum[half] += x;
                 local[8 * group + i] = x;
             }

@@ -70,6 +70,9 @@ constexpr bool ROW_OFFSET = Score::HAS_DISTANCE || Program::IS_LINEAR;
 static_assert(!cfg::DEFERRED_MAX ||
               (cfg::ONE_BARRIER && Score::LATE_SCALE && (cfg::ACROSS_TILES || Program::IS_LINEAR) &&
                (!Program::HAS_SCORE || Program::IS_LINEAR) && (!Score::HAS_DISTANCE || cfg::HAS_RIGHT)));
+// Whether rows with large maxima are exact (attention/online_softmax.cuh). By lists, the loop over partial blocks has
+// too few registers.
+constexpr bool LARGE_SCORES = cfg::DEFERRED_MAX && !cfg::BLOCK_LISTS;
 constexpr int MASK_UNITS = ceil_div(BLOCK_N, UNIT);  // of an n-block, with MASK_BITS
 static_assert(!cfg::MASK_BITS || (cfg::BLOCK_LISTS && BLOCK_N % UNIT == 0 && !Program::HAS_MASK));
 
@@ -167,7 +170,7 @@ struct SharedStorage : Operands,
                        Optional<(cfg::GATHER || CLUSTER > 1), NextTile>,
                        Optional<COMBINE_IN_KERNEL, LastArrival>,
                        Optional<cfg::BLOCK_LISTS, ListedBlocks>,
-                       Optional<cfg::DEFERRED_MAX, LargeMaxima> {};
+                       Optional<LARGE_SCORES, LargeMaxima> {};
 static_assert(sizeof(SharedStorage) == cfg::SHARED_BYTES, "the Python formula disagrees");
 
 // The address of a member in the window of shared memory. A function that names a member of an optional base is a
@@ -183,11 +186,11 @@ __device__ __forceinline__ u32 listed_block(u32 base, u32 stage) {
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// DEFERRED_MAX: where the maximum of the thread's first row lies. The thread's index is read where this is called: what
+// LARGE_SCORES: where the maximum of the thread's first row lies. The thread's index is read where this is called: what
 // follows from it would take a register in the loop over n-blocks.
 template <typename Storage = SharedStorage>
 __device__ __forceinline__ u32 large_maxima() {
-    if constexpr (cfg::DEFERRED_MAX) {
+    if constexpr (LARGE_SCORES) {
         const u32 thread = thread_index_here() - WARPGROUP, row = thread / WARP * 16 + thread % WARP / 4;
         return SHARED_OF(Storage, shared_address(shared_memory), large_maxima) + 4 * row;
     }
