@@ -7,8 +7,8 @@
 
 namespace program {
 
-__device__ __forceinline__ float not_a_number() { return NOT_A_NUMBER; }
-__device__ __forceinline__ float infinity() { return INF; }
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 template <typename T>
 __device__ __forceinline__ T read(const T* from) { return *from; }
