@@ -217,9 +217,9 @@ SHORT_MS = 0.2
 
 def short_sentence(results: Path) -> str:
     """How often FlashAttention-2 is ahead in short backwards."""
-    main = main_device(body for _, body in with_peers(results))
-    rows = [row for _, body in with_peers(results) if body["direction"] == "backward" and _device(body) == main
-            for row in body["rows"]]  # fmt: skip
+    found = [body for _, body in with_peers(results)]
+    main = main_device(found)
+    rows = [row for body in found if body["direction"] == "backward" and _device(body) == main for row in body["rows"]]
     if not rows:
         return NOT_MEASURED
     counts = []
