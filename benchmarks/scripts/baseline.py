@@ -1,6 +1,7 @@
 """Time every listed mma tag on the baseline grid next to torch's attention, on a GPU; one table at the end.
 
     PYTHONPATH=src python3 benchmarks/scripts/baseline.py --out benchmarks [--tags split-q,share] [--seconds 60]
+        [--resume]
 
 Every output is checked before it is timed; implementations are interleaved round by round. The shape that is too
 short to fill a GPU is timed again by CUDA-graph replay, which leaves out the cost of the host. Writes baseline.json
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gpu_run import compile_ahead, device_or_exit, options, print_failures, run_and_keep, settings_for
+from gpu_run import compile_ahead, device_or_exit, has_rows, kept, options, print_failures, run_and_keep, settings_for
 
 from flashlane import bench
 from flashlane.bench.measure.grid import BASELINE_SHAPES
@@ -71,11 +72,14 @@ def measure(arguments: argparse.Namespace) -> Results:
     settings = settings_for(runs * (len(kernels) + len(selection.peers)), arguments.seconds, arguments.rounds)
     count = compile_ahead(itertools.product(kernels, problems))
     print(f"{len(kernels)} tags, {count} configurations compiled, {settings}", file=sys.stderr, flush=True)
-    results, path = None, arguments.out / "baseline.json"
+    path = arguments.out / "baseline.json"
+    results = kept(path, arguments.resume)
     jobs = [(problem, settings, "") for problem in problems]
     jobs += [(problem, replace(settings, protocols=("replay",)), REPLAY) for problem in replayed]
     with Bar(len(jobs)) as reporter:
         for seed, (problem, how, note) in enumerate(jobs):
+            if has_rows(results, problem, note):
+                continue
             results = run_and_keep(
                 problem, results, path, selection=selection, settings=how, seed=seed, reporter=reporter, note=note
             )
@@ -86,6 +90,7 @@ def main() -> int:
     parser = options(__doc__, "baseline", seconds=60.0)
     parser.add_argument("--tags", default="", help="instead of the listed tags: all that contain one of these words")
     parser.add_argument("--baselines", default=BASELINES, help="as in flashlane bench")
+    parser.add_argument("--resume", action="store_true", help="keep the problems that the file has")
     arguments = parser.parse_args()
     check_writable(arguments.out)
     results = measure(arguments)

@@ -1,6 +1,6 @@
 """Time what the baseline logs report, every problem and every line of them, on a GPU.
 
-    PYTHONPATH=src python3 benchmarks/scripts/baseline_logs.py --out benchmarks/results [--only D512] [--seconds 60]
+    PYTHONPATH=src python3 benchmarks/scripts/baseline_logs.py --out benchmarks/results [--only D512] [--seconds 60] [--resume]
 
 The baseline logs are those of the project that this one grew out of: flashlane.bench.suites.baseline has their
 problems, tags and milliseconds. Each problem runs with the tags that its log has for it, checked, interleaved round by
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from gpu_run import compile_ahead, device_or_exit, options, print_failures, run_and_keep, settings_for
+from gpu_run import compile_ahead, device_or_exit, has_rows, kept, options, print_failures, run_and_keep, settings_for
 
 from flashlane import bench
 from flashlane.bench.measure.progress import Bar
@@ -33,9 +33,12 @@ def measure(arguments: argparse.Namespace) -> Results:
     implementations = sum(len(line.kernels) + len(line.peers) for line in lines)
     settings = settings_for(implementations, arguments.seconds, arguments.rounds)
     compile_ahead((registry.get(tag), line.problem) for line in lines for tag in line.kernels)
-    results, path = None, arguments.out / "baseline_logs.json"
+    path = arguments.out / "baseline_logs.json"
+    results = kept(path, arguments.resume)
     with Bar(len(lines)) as reporter:
         for seed, line in enumerate(lines):
+            if has_rows(results, line.problem, line.log):
+                continue
             peers = bench.select_peers(",".join(tag.strip("()") for tag in line.peers))
             results = run_and_keep(
                 line.problem, results, path, selection=bench.Selection(tags=line.kernels, peers=peers),
@@ -47,6 +50,7 @@ def measure(arguments: argparse.Namespace) -> Results:
 def main() -> int:
     parser = options(__doc__, "baseline_logs", seconds=60.0)
     parser.add_argument("--only", default="", help="problems whose title and log have all of these words: D512")
+    parser.add_argument("--resume", action="store_true", help="keep the problems that the file has")
     arguments = parser.parse_args()
     check_writable(arguments.out)
     results = measure(arguments)

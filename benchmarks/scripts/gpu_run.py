@@ -78,6 +78,17 @@ def options(description: str | None, name: str, seconds: float) -> argparse.Argu
     return parser
 
 
+def kept(path: Path, resume: bool) -> Results | None:
+    """The results of an earlier run that ``--resume`` goes on from, or None."""
+    return bench.load_results(path) if resume and path.exists() else None
+
+
+def has_rows(results: Results | None, problem: AttentionProblem, note: str = "") -> bool:
+    """Whether there are rows of a problem's forward with that note, as :func:`run_and_keep` titles them."""
+    title = f"{problem.describe()}, {note}" if note else problem.describe()
+    return results is not None and any(row.problem == title for row in results)
+
+
 def run_parts(parts: Iterable[tuple[str, Callable[[], dict[str, Any]]]], seconds: float, file: Path) -> bool:
     """Run named parts of a proof in their order and print each; whether none was wrong.
 

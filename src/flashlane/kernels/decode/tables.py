@@ -64,7 +64,14 @@ SHAPES: Table = (
     (
         256,
         (
-            (16, _by_workload((Shape(1, 4), Shape(1, 2)), (Shape(1, 4, 2), Shape(1, 4), Shape(1, 2)))),
+            (
+                16,
+                _by_workload(
+                    (Shape(1, 8), Shape(1, 6), Shape(1, 4), Shape(1, 2)),
+                    (Shape(1, 4, 2), Shape(1, 6), Shape(1, 4), Shape(1, 2)),
+                    uneven=(Shape(1, 4, 2), Shape(1, 4), Shape(1, 2)),
+                ),
+            ),
             (32, _by_workload((Shape(2, 4), Shape(2, 2)), (Shape(2, 4), Shape(2, 2)))),
             (64, _by_workload((Shape(4, 2), Shape(4, 1)), (Shape(4, 2), Shape(4, 1)))),
         ),
