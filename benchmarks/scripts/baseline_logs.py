@@ -1,6 +1,7 @@
 """Time what the baseline logs report, every problem and every line of them, on a GPU.
 
-    PYTHONPATH=src python3 benchmarks/scripts/baseline_logs.py --out benchmarks/results [--only D512] [--seconds 60] [--resume]
+    PYTHONPATH=src python3 benchmarks/scripts/baseline_logs.py --out benchmarks/results [--only D512] [--seconds 60]
+        [--resume]
 
 The baseline logs are those of the project that this one grew out of: flashlane.bench.suites.baseline has their
 problems, tags and milliseconds. Each problem runs with the tags that its log has for it, checked, interleaved round by
