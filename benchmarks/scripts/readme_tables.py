@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import drawn_tables
+from baseline_tables import DESIGNS, ROOT
 from markdown_parts import table, wrapped
-from result_tables import DESIGNS, ROOT, bench_tables, standing
+from result_tables import bench_tables, standing
 from suite_sentences import slower_steps
 
 MARKED = re.compile(

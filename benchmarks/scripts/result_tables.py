@@ -9,23 +9,20 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import baseline_tables
 import flex_tables
 import foreign_tables
 import two_gpus_tables
+from baseline_tables import CEILING, by_problem, milliseconds, share
 from markdown_parts import number, significant, table, wrapped
 
-ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("torch", "cuda", "driver", "flashlane")
 NOT_MEASURED = "Not measured yet.\n"
-FLASH = "(flash)"
 BOTH = ("forward", "both")
-CEILING = "% mma ceiling:"
-DESIGNS = ("naive", "split-kv", "split-q", "split-q+share-kv", "split-q+share-qkv", "split-q+tiling-qk")
-DESIGNS += ("split-q+tiling-qkv",)
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -59,113 +56,6 @@ def other_runs(result: Result) -> str:
     commits = [row["commit"] for row in result.get("rows") or () if row.get("commit", last) != last]
     counts = (f"{commits.count(commit)} at commit {commit}" for commit in dict.fromkeys(commits))
     return f"Rows of other runs: {', '.join(counts)}.\n" if commits else ""
-
-
-def by_problem(result: Result) -> dict[str, list[Row]]:
-    """Rows of each problem, in their order."""
-    problems: dict[str, list[Row]] = {}
-    for row in result["rows"]:
-        problems.setdefault(row["problem"], []).append(row)
-    return problems
-
-
-def all_rows(result: Result) -> str:
-    """A table a problem with every row, fastest first."""
-    head = ("tag", "ms:", "TFLOP/s:", "× best peer:")
-    tables = []
-    for problem, rows in by_problem(result).items():
-        rows = sorted(rows, key=lambda row: milliseconds(row) or float("inf"))
-        tables.append(f"**{problem}**\n\n" + table(head, [_cells(row) for row in rows]))
-    return "\n".join(tables)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    tag = row["tag"] if row["kind"] == "kernel" else f"{row['tag']} (peer)"
-    if row["status"] != "ok":
-        return (tag, row["status"], "", "")
-    speeds = (number(row.get(key), digits) for key, digits in (("tflops", 1), ("speedup", 2)))
-    return (tag, significant(milliseconds(row)), *speeds)
-
-
-def design_tables(result: Result) -> str:
-    """A table a problem: the fastest tag of each design that accumulates and stores in f32, padded then swizzled."""
-    head = ("design", "fastest tag", "ms:", "TFLOP/s:", "× design before:", "× SDPA flash:", "registers:", "KiB:")
-    shares = any(row.get("mma_ceiling") for row in result["rows"])
-    head += (CEILING,) if shares else ()
-    tables = []
-    for problem, rows in by_problem(result).items():
-        baselines = {row["tag"]: milliseconds(row) for row in rows if row["kind"] == "peer" and milliseconds(row)}
-        flash, before, lines = baselines.get(FLASH), None, []
-        for name, members in designs(rows):
-            timed = [row for row in members if row["status"] == "ok" and milliseconds(row)]
-            if not timed:
-                continue
-            best = min(timed, key=milliseconds)
-            ms, usage = milliseconds(best), best.get("usage") or {}
-            ratios = [number(other / ms if other else None, 2) for other in (before, flash)]
-            shared = usage.get("shared_bytes")
-            size = (usage.get("registers") or "–", number(shared / 1024 if shared else None, 1))
-            size += (share(best),) if shares else ()
-            lines.append((name, f"`{best['tag']}`", significant(ms), number(best["tflops"], 1), *ratios, *size))
-            before = ms
-        for row in rows:
-            if row["tag"] in baselines:
-                ms = milliseconds(row)
-                ratio = number(flash / ms if flash else None, 2)
-                rest = ("", "", "") if shares else ("", "")
-                lines.append((row["tag"], "", significant(ms), number(row["tflops"], 1), "", ratio, *rest))
-        tables.append(f"**{problem}**\n\n" + table(head, lines))
-    return "\n".join(tables)
-
-
-def designs(rows: Sequence[Row]) -> Iterable[tuple[str, list[Row]]]:
-    """(name, rows) of each design, from the bottom: each design with padded tiles, then all with swizzled ones."""
-    kernels = [(row, *split_words(words_of(row["tag"]))) for row in rows if row["kind"] == "kernel"]
-
-    def of(design: str, *must: str) -> list[Row]:
-        return [row for row, named, words in kernels if named == design and set(words) - {"persist-q"} == set(must)]
-
-    yield "naive", of("naive")
-    for design in DESIGNS[1:]:
-        yield design, of(design, "acc-f32")
-    yield "swizzle-qkv", [row for design in DESIGNS[1:] for row in of(design, "acc-f32", "swizzle-qkv")]
-
-
-def logs_columns(result: Result) -> str:
-    """The columns and rows of the baseline logs: f16 accumulators and padded tiles.
-
-    The last column is the gain over the best row so far, as those logs print it.
-    """
-    head = ("tag", "first, second, last output", "ms:", "TFLOP/s (all operations):", "over the best so far:")
-    tables = []
-    for problem, rows in by_problem(result).items():
-        best, lines = None, []
-        for row in rows:
-            if row["kind"] == "kernel" and split_words(words_of(row["tag"]))[1]:
-                continue
-            ms = milliseconds(row)
-            if row["status"] != "ok" or not ms:
-                lines.append((row["tag"], "", row["status"], "", ""))
-                continue
-            gain = "" if best is not None and ms >= best else f"+{100 * (best / ms - 1) if best else 0:.2f} %"
-            best = ms if best is None else min(best, ms)
-            values = ", ".join(f"{value:.8f}" for value in row.get("values") or ())
-            lines.append((row["tag"], values, f"{ms:.6f}", number(row.get("tflops_all"), 2), gain))
-        tables.append(f"**{problem}**\n\n" + table(head, lines))
-    return "\n".join(tables)
-
-
-def summary(result: Result) -> str:
-    """One line a problem: our fastest kernel next to SDPA flash (FlashAttention-2) and cuDNN."""
-    head = ("problem", "fastest of ours", "ms:", "TFLOP/s:", "× SDPA flash:", "× cuDNN:")
-    lines = []
-    for problem, rows in by_problem(result).items():
-        times = {row["tag"]: (milliseconds(row), row) for row in rows if milliseconds(row) and row["status"] == "ok"}
-        ours = min((pair for pair in times.values() if pair[1]["kind"] == "kernel"), key=lambda pair: pair[0])
-        ratios = (number(times[tag][0] / ours[0], 2) if tag in times else "" for tag in ("(flash)", "(cudnn)"))
-        tflops = number(ours[1].get("tflops"), 1)
-        lines.append((problem, f"`{ours[1]['tag']}`", significant(ours[0]), tflops, *ratios))
-    return table(head, lines)
 
 
 STANDING = {
@@ -267,17 +157,6 @@ def pairs(result: Result) -> Iterable[tuple[str, float]]:
         for cell in times.values():
             ours = min((us for tag, us in cell.items() if not tag.startswith("(")), default=None)
             yield from ((tag, us / ours) for tag, us in cell.items() if ours and tag.startswith("("))
-
-
-def words_of(tag: str) -> list[str]:
-    """``mma(split-q+acc-f32+stage1)``: split-q, acc-f32, stage1."""
-    return tag.partition("(")[2].rstrip(")").split("+")
-
-
-def split_words(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The design (where the data lives), and what else is said but the stages."""
-    design = [word for word in words if word.startswith(("naive", "split", "share", "tiling"))]
-    return "+".join(design), [word for word in words if word not in design and not word.startswith("stage")]
 
 
 def targets(result: Result) -> str:
@@ -457,26 +336,6 @@ def decoding(result: Result) -> str:
     return rate + table(head, lines) + f"\n{met} of {every} targets met.\n"
 
 
-def logs(result: Result) -> str:
-    """A table a log: every line of it, our figures, and the milliseconds that it reports."""
-    reported = json.loads((ROOT / "src/flashlane/bench/suites/baseline_reported.json").read_text(encoding="utf-8"))
-    head = ("problem", "tag", "first, second, last output", "ms:", "TFLOP/s (all operations):", "the log's ms:")
-    measured = {(row["problem"], row["tag"]): row for row in result["rows"]}
-    tables = []
-    for log in reported["logs"]:
-        lines = []
-        for line in log["rows"]:
-            title = "B{} H{} N{} D{}".format(*line["shape"]) + f" {line['dtype']}"
-            for tag, theirs in line["ms"].items():
-                row = measured.get((f"{title}, {log['name']}", tag), {})
-                ms = milliseconds(row) if row.get("status") == "ok" else None
-                values = ", ".join(f"{value:.8f}" for value in row.get("values") or ()) if ms else ""
-                ours = f"{ms:.6f}" if ms else row.get("status", "not run")
-                lines.append((title, f"`{tag}`", values, ours, number(row.get("tflops_all"), 2), f"{theirs:.6f}"))
-        tables.append(f"**{log['name']}** (reported on {log['card']})\n\n" + table(head, lines))
-    return "\n".join(tables)
-
-
 def lessons(result: Result) -> str:
     """A line a group: the fastest of ours, torch, and the best loop of mma.sync from registers in the same rounds."""
     head = ("lesson", "problem", "fastest one", "ms:", "TFLOP/s or TB/s:", "torch, ms:", "× torch:", "% of ceiling:")
@@ -496,11 +355,6 @@ def lessons(result: Result) -> str:
         of_ceiling = number(100 * best["of_ceiling"], 0) if best["of_ceiling"] else ""
         lines.append((block, group, f"`{best['tag']}`", significant(best["milliseconds"]), *figures, of_ceiling))
     return table(head, lines)
-
-
-def share(row: Row) -> str:
-    """Percent of what ``mma.sync`` gives from registers, where it was measured."""
-    return number(100 * row["mma_ceiling"], 0) if row.get("mma_ceiling") else "–"
 
 
 def conflicts(result: Result) -> str:
@@ -558,11 +412,11 @@ VIEWS = {
     "flashlane-flex-masks/": {"": flex_tables.masks},
     "flashlane-flex-speed/": {"": flex_tables.speed},
     "flashlane-bench/": {
-        "": all_rows,
-        "designs": design_tables,
-        "logs-columns": logs_columns,
-        "logs": logs,
-        "summary": summary,
+        "": baseline_tables.all_rows,
+        "designs": baseline_tables.design_tables,
+        "logs-columns": baseline_tables.logs_columns,
+        "logs": baseline_tables.logs,
+        "summary": baseline_tables.summary,
     },
     "flashlane-nano-vllm/": {"": nano_vllm},
     "flashlane-flash-attention-tests/": {"": foreign_tables.outcomes},
@@ -586,7 +440,3 @@ VIEWS = {
     "flashlane-lessons/": {"ceilings": ceilings, "rows": lessons},
 }
 """Start of a file's format -> its views."""
-
-
-def milliseconds(row: Row) -> float | None:
-    return row["timing"]["median"] if row.get("timing") else None
