@@ -90,6 +90,8 @@ class GradientConfig(ABC):
     """The folder of its device files."""
     dq_transposed: ClassVar[bool] = True
     """dq_accum has the sums of dQ's transpose, else of dQ itself (``dq_accumulate.cuh``)."""
+    ctas: ClassVar[int] = 1
+    """CTAs that compute a tile together."""
     threads: ClassVar[int] = WARPGROUP * (CONSUMERS + 1)
     """Threads of a CTA."""
     in_order: ClassVar[bool] = False

@@ -13,10 +13,14 @@ from flashlane.kernels.makespan import heads_that_fit, makespan, section_sizes, 
 if TYPE_CHECKING:
     from flashlane.core.ranges import QueryRanges
 
-HEADS_INNER_GROUP, HEADS_INNER_ABOVE = 8, 64
-"""Query heads that share keys, and head dims above which, a causal launch is faster whose steps go through these heads
-first: 1.03 times in the mean of 16 problems, 0.99 to 1.11. With groups of 4 and with D 64 it was 0.93 to 1.01
-(docs/notebook/0058-steps-of-a-group.md)."""
+HEADS_INNER_GROUP, HEADS_INNER_ABOVE = 7, 64
+"""Query heads that share keys, and head dims above which, a causal launch may be faster whose steps go through these
+heads first. With groups of 4 and with D 64 it was 0.93 to 1.01 times as fast (docs/notebook/0058-steps-of-a-group.md).
+"""
+INNER_MIDDLE, INNER_GAIN, INNER_WIDE, INNER_LOSS = 112, 0.07, 128, 0.06
+"""With as many heads in a section such steps save a part of the time where tiles are of unlike length, up to a head
+dim; up to another one they take longer; above it neither (this and the numbers of crowding by groups: 41 problems,
+notebook 0070)."""
 TWO_CTA_HEADS = 8
 """Heads of a section with which 66 clusters are fastest, at any length (notebook 0012)."""
 COMPARED = (2, 4, 8, 16, 32, 64)
@@ -27,6 +31,16 @@ CROWDING, AT_NO_COST, RESIDENT_MIB = 0.4, 8, 12
 """When tiles of many heads run at once, device memory delivers each head's Q and dO for fewer tiles (notebook 0016). A
 launch then takes longer by CROWDING of its time for each head above AT_NO_COST, divided by the workers, provided that
 Q, dO and dQ of these heads are more than RESIDENT_MIB, which the timings leave between 10 and 14 (notebook 0028)."""
+GROUP_CROWDING, GROUP_AT_NO_COST_MIB, GROUP_MIB = 0.18, 45, 80
+"""Under a causal mask tiles of a group that begin together are soon at unlike query heads. Then a launch with groups of
+LARGE_GROUP heads takes up to GROUP_CROWDING longer, two thirds of it where Q, dO and dQ of all query heads of a section
+are GROUP_MIB more than what costs nothing, about what the L2 cache holds."""
+SMALL_GROUP, LARGE_GROUP, LARGEST_PART = 4, 8, 1.2
+"""Groups up to the first do so without, those between them by a part of it, and larger ones by LARGEST_PART at most."""
+INNER_CROWDING, INNER_SECTION = 0.25, 25
+"""The same of steps that go through the heads of a group first, by the heads of a section: all tiles of a key/value
+head are at the same rows, and what has to stay in the L2 cache is little, but each block is for fewer tiles."""
+INNER_AT_NO_COST = 2
 
 
 def steps_of(problem: AttentionProblem, block_m: int, block_n: int, ranges: QueryRanges | None = None) -> list[int]:
@@ -82,7 +96,7 @@ def by_model(problem: AttentionProblem) -> bool:
     return masked and not problem.deterministic and not problem.varlen
 
 
-def fastest_section(problem: AttentionProblem, steps: Sequence[int], workers: int) -> int:
+def fastest_section(problem: AttentionProblem, steps: Sequence[int], workers: int, heads_inner: bool = False) -> int:
     """Key/value heads of a section with the least predicted time.
 
     Many heads end evenly, as the longest tiles of all come first; few heads share what they read.
@@ -91,12 +105,16 @@ def fastest_section(problem: AttentionProblem, steps: Sequence[int], workers: in
         problem: the attention problem, of which :func:`by_model` is true.
         steps: of a head's tiles, in their order.
         workers: CTAs, or clusters, that take tiles.
+        heads_inner: as :func:`crowding` has it.
     """
     heads = problem.kv_heads * problem.batch
+    if heads * len(steps) <= workers:
+        return heads  # all tiles begin together
     costs = [count + BETWEEN_TILES for count in steps]
 
     def time(section: int) -> float:
-        return makespan(costs, sections_of(heads, section), workers) * crowding(problem, section, workers)
+        whole = makespan(costs, sections_of(heads, section), workers)
+        return whole * crowding(problem, section, workers, heads_inner)
 
     return min(compared_sections(problem), key=time)
 
@@ -108,11 +126,41 @@ def compared_sections(problem: AttentionProblem) -> Sequence[int]:
     return sizes if problem.has_right_only else (1, *sizes)
 
 
-def crowding(problem: AttentionProblem, section: int, workers: int) -> float:
-    """Times as long as a launch takes with so many heads in a section, because their Q, dO and dQ are not resident."""
-    if section * bytes_of_head(problem) <= RESIDENT_MIB * 2**20:
-        return 1.0
-    return 1 + CROWDING * max(0, min(section, workers) - AT_NO_COST) / workers
+def crowding(problem: AttentionProblem, section: int, workers: int, heads_inner: bool = False) -> float:
+    """Times as long as a launch takes with so many heads in a section, because what they read is not resident.
+
+    Args:
+        problem: the attention problem.
+        section: key/value heads of a section.
+        workers: CTAs, or clusters, that take tiles.
+        heads_inner: whether steps go through all query heads of an m-block first (:func:`may_step_through_heads`).
+    """
+    if heads_inner:
+        step = 1.0
+        if problem.head_dim <= INNER_MIDDLE:
+            step = 1 - INNER_GAIN * unlike(problem)
+        elif problem.head_dim <= INNER_WIDE:
+            step = 1 + INNER_LOSS
+        return step * (1 + INNER_CROWDING * _most_of((section - INNER_AT_NO_COST) / INNER_SECTION))
+    of_heads = section * bytes_of_head(problem) / 2**20
+    longer = CROWDING * max(0, min(section, workers) - AT_NO_COST) / workers if of_heads > RESIDENT_MIB else 0.0
+    if problem.has_right_only and problem.group > SMALL_GROUP:
+        part = min(LARGEST_PART, (problem.group - SMALL_GROUP) / (LARGE_GROUP - SMALL_GROUP)) * unlike(problem)
+        longer += GROUP_CROWDING * part * _most_of((of_heads * problem.group - GROUP_AT_NO_COST_MIB) / GROUP_MIB)
+    return 1 + longer
+
+
+def unlike(problem: AttentionProblem) -> float:
+    """How much a causal mask makes tiles of unlike length: 1 for as many keys as queries, 0 for twice as many or more.
+
+    The first keys are seen by all queries where there are more keys. Their tiles begin alike and stay together.
+    """
+    return min(1.0, max(0.0, 2 * problem.seqlen_q / max(1, problem.seqlen_k) - 1))
+
+
+def _most_of(ratio: float) -> float:
+    """From 0, for ratios up to 0, to 1, of which a ratio of 1 reaches two thirds."""
+    return 1 - math.exp(-max(0.0, ratio))
 
 
 def bytes_of_head(problem: AttentionProblem) -> int:
@@ -121,18 +169,15 @@ def bytes_of_head(problem: AttentionProblem) -> int:
     return problem.seqlen_q * width
 
 
-def steps_through_heads(problem: AttentionProblem, split: bool) -> bool:
-    """Whether a tile's steps go through all query heads of an m-block before the next one, from the last m-block on.
+def may_step_through_heads(problem: AttentionProblem) -> bool:
+    """Whether a tile's steps may go through all query heads of an m-block before the next one, from the last one on.
 
     Under a causal mask tiles are of unlike length. If each went through one query head after the other, those that
-    begin together would soon be at different heads, with more rows between them than the L2 cache holds.
-
-    Args:
-        problem: the attention problem.
-        split: whether tiles are split along their steps, and begin anywhere; then it was 0.94 to 1.03 times as fast.
+    begin together would soon be at different heads, with more rows between them than the L2 cache holds. Tiles that are
+    split along their steps begin anywhere; additions in order have an order of their own.
     """
     many = problem.group >= HEADS_INNER_GROUP and problem.head_dim > HEADS_INNER_ABOVE
-    return many and problem.has_right_only and not (problem.deterministic or split)
+    return many and problem.has_right_only and not problem.deterministic
 
 
 def two_cta_heads_per_section(problem: AttentionProblem) -> int:

@@ -35,7 +35,7 @@ from flashlane.kernels.hopper.backward.launch import PreparedBackward, Tensors, 
 from flashlane.kernels.hopper.backward.one_cta.config import OneCtaConfig
 from flashlane.kernels.hopper.backward.one_cta.launch import schedule as one_cta_schedule
 from flashlane.kernels.hopper.backward.select import config_of
-from flashlane.kernels.hopper.backward.split_q import split_of
+from flashlane.kernels.hopper.backward.split_q import split_of, splits_some
 from flashlane.kernels.score import SCORE_FEATURES, ScoreConfig, row_gradients_without_keys
 
 if TYPE_CHECKING:
@@ -128,8 +128,11 @@ def config_of_rank(
     if supports(problem) is not None:
         return None
     problem = _of_rank(problem, ranges)
-    config = tuned_config(problem).specialised(problem).for_sums(f32_dq)
+    tuned = tuned_config(problem).specialised(problem)
+    config = tuned.for_sums(f32_dq)
     if ranges is None:
+        if tuned.heads_inner and not problem.varlen:  # for which tiles are whole, where splits may be faster
+            config = replace(config, split_q=splits_some(problem, config, SMS // config.ctas))
         return config
     if not isinstance(config, OneCtaConfig) or problem.varlen or ScoreConfig.of(problem).words():
         return None

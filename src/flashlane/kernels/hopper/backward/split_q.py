@@ -23,6 +23,7 @@ from flashlane.kernels.hopper.backward.head_swizzle import (
     by_model,
     compared_sections,
     crowding,
+    may_step_through_heads,
     steps_of,
     steps_of_sequence,
     two_cta_heads_per_section,
@@ -120,10 +121,12 @@ def _start_of(config: GradientConfig) -> float:
 
 
 class TileOrder(NamedTuple):
-    """In which order a launch takes its tiles, and which of them are split."""
+    """In which order a launch takes its tiles, which of them are split, and in which order a tile takes its steps."""
 
     heads_per_section: int
     split: SplitQ = WHOLE_TILES
+    heads_inner: bool = False
+    """A tile's steps go through all query heads of an m-block before the next one."""
 
 
 def order_of(
@@ -141,7 +144,9 @@ def order_of(
     if config.design == "two_cta" and problem.window_left >= 0:  # other sections were slower (notebook 0026)
         section = section or two_cta_heads_per_section(problem)
     n_blocks = tiles_of(problem, config)
-    return _order_of(problem, config.block_m, config.block_n, n_blocks, section, workers, _start_of(config), ranges)
+    inner = ranges is None and may_step_through_heads(problem) and not (config.f32_dkdv or config.block_lists)
+    start = _start_of(config)
+    return _order_of(problem, config.block_m, config.block_n, n_blocks, section, workers, start, inner, ranges)
 
 
 @memoised
@@ -153,6 +158,7 @@ def _order_of(
     section: int,
     workers: int,
     start: float,
+    may_be_inner: bool,
     ranges: QueryRanges | None,
 ) -> TileOrder:
     steps = steps_of(problem, block_m, block_n, ranges)[n_blocks.start : n_blocks.stop]
@@ -162,13 +168,17 @@ def _order_of(
     compared = [section] if section else compared_sections(problem) if masked else [1]
     costs = [count + start for count in steps]
 
-    def whole(section: int) -> float:
+    def whole(section: int, inner: bool = False) -> float:
         if not masked:  # tiles of one length, which end together
             return -(-tiles // workers) * (longest + start)
-        return makespan(costs, sections_of(heads, section), workers, SIMULATED) * crowding(problem, section, workers)
+        time = makespan(costs, sections_of(heads, section), workers, SIMULATED)
+        return time * crowding(problem, section, workers, inner)
 
-    found = TileOrder(min(compared, key=whole))
-    least = (1 - (LEAST_OF_MASKED if masked else LEAST_SAVING)) * whole(found.heads_per_section)
+    step_orders = (False, True) if may_be_inner else (False,)
+    orders = ((whole(section, inner), section, inner) for inner in step_orders for section in compared)
+    time, section, inner = min(orders, key=lambda order: order[0])
+    found = TileOrder(section, heads_inner=inner)
+    least = (1 - (LEAST_OF_MASKED if masked else LEAST_SAVING)) * time
     even = heads * sum(costs) / workers
     if not 1 < longest <= MAX_STEPS or even >= least:
         return found
@@ -243,6 +253,18 @@ def coarse(count: int) -> int:
     """The count, rounded up to six bits: batches of other lengths, which are many, seldom need another simulation."""
     unit = 1 << max(0, count.bit_length() - COARSE_BITS)
     return -(-count // unit) * unit
+
+
+def ways_of(problem: AttentionProblem, config: GradientConfig, workers: int) -> dict[str, bool]:
+    """Whether tiles are split, and whether their steps go through the heads of a group first, as a tile's fields.
+
+    For the arguments see :func:`split_of`.
+    """
+    split = splits_some(problem, config, workers)
+    inner = not split and may_step_through_heads(problem)
+    if inner and not problem.varlen:
+        inner = order_of(problem, config, workers).heads_inner
+    return {"split_q": split, "heads_inner": inner}
 
 
 def splits_some(problem: AttentionProblem, config: GradientConfig, workers: int) -> bool:

@@ -56,7 +56,7 @@ def _section(
 ) -> int:
     if by_model(problem):
         steps = steps_of(problem, config.block_m, config.block_n, ranges)
-        return fastest_section(problem, steps[n_blocks.start : n_blocks.stop], sms)
+        return fastest_section(problem, steps[n_blocks.start : n_blocks.stop], sms, config.heads_first)
     if config.in_order:
         from flashlane.kernels.hopper.backward.one_cta.tiles import step_of
         from flashlane.kernels.hopper.backward.ordered_tiles import ordered_section

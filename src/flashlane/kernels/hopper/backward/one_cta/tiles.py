@@ -7,12 +7,12 @@ from dataclasses import replace
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.arch import SMS
 from flashlane.kernels.hopper.backward.design_cost import mean_columns, microseconds_around
-from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, steps_of, steps_through_heads
+from flashlane.kernels.hopper.backward.head_swizzle import heads_per_section, steps_of
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.one_cta.config import IN_DS, Dq, OneCtaConfig, PingPong
 from flashlane.kernels.hopper.backward.one_cta.in_kernel_dq import in_kernel_dq_of, worth_it
 from flashlane.kernels.hopper.backward.seen_keys import seen_n_blocks
-from flashlane.kernels.hopper.backward.split_q import splits_some
+from flashlane.kernels.hopper.backward.split_q import ways_of
 from flashlane.kernels.memory_rate import on_sector
 from flashlane.kernels.score import ScoreConfig
 
@@ -159,8 +159,7 @@ def finished(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     few_queries = wide and tile.block_m == 64 and tile.k_stages > 1 and tile.ping_pong == "until_issued"
     tile = replace(tile, skips_hidden=few_queries and masked and not (problem.varlen or problem.deterministic))
     tile = tile.specialised(problem)
-    split = splits_some(problem, tile, SMS)
-    return replace(tile, split_q=split, heads_inner=steps_through_heads(problem, split))
+    return replace(tile, **ways_of(problem, tile, SMS))
 
 
 def is_masked(problem: AttentionProblem) -> bool:

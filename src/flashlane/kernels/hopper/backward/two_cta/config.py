@@ -15,10 +15,10 @@ from flashlane.kernels.hopper.backward.config import (
     GradientConfig,
     row_bytes,
 )
-from flashlane.kernels.hopper.backward.head_swizzle import steps_through_heads, two_cta_heads_per_section
+from flashlane.kernels.hopper.backward.head_swizzle import two_cta_heads_per_section
 from flashlane.kernels.hopper.backward.in_kernel_zeros import zeros_are_worth_it, zeros_of
 from flashlane.kernels.hopper.backward.seen_keys import has_unseen_keys
-from flashlane.kernels.hopper.backward.split_q import splits_some
+from flashlane.kernels.hopper.backward.split_q import ways_of
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
@@ -56,6 +56,7 @@ class TwoCtaConfig(GradientConfig):
     """TMA stores dK and dV, which lie in shared memory until then, where it has room."""
 
     design: ClassVar[str] = "two_cta"
+    ctas: ClassVar[int] = CTAS
     dq_semaphores: ClassVar[int] = CTAS * CONSUMERS
     dq_transposed: ClassVar[bool] = False
     block_n: ClassVar[int] = CHUNK * CTAS
@@ -162,5 +163,4 @@ def pick(problem: AttentionProblem) -> TwoCtaConfig:
     worth = zeros_are_worth_it(problem, zeros, tile.block_m, tile.block_n, CTAS)
     tile = replace(tile, in_kernel_zeros=worth)
     tile = tile.specialised(problem)
-    split = splits_some(problem, tile, SMS // CTAS)
-    return replace(tile, split_q=split, heads_inner=steps_through_heads(problem, split))
+    return replace(tile, **ways_of(problem, tile, SMS // CTAS))

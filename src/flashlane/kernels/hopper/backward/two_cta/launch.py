@@ -45,7 +45,8 @@ def schedule(
         section = order_of(problem, config, sms // CTAS).heads_per_section
     # Under a window, clusters ended as early with the heads one after the other (notebook 0026).
     if not section and problem.has_right_only and by_model(problem):
-        section = fastest_section(problem, steps_of(problem, config.block_m, config.block_n), sms // CTAS)
+        steps = steps_of(problem, config.block_m, config.block_n)
+        section = fastest_section(problem, steps, sms // CTAS, config.heads_first)
     if not section and config.in_order:
         from flashlane.kernels.hopper.backward.ordered_tiles import ordered_section
 
