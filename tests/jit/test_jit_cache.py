@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pwd
 import subprocess
 import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from jit_sources import vector_add
 
 from flashlane import jit
+from flashlane.core import tuned
+from flashlane.core.problem import AttentionProblem
 from flashlane.jit import cache, compiler, toolchain
 
 WORKER = """
@@ -104,21 +109,59 @@ def test_an_unwritable_folder_warns_once_and_compiles(tmp_path, monkeypatch):
     assert "FLASHLANE_CACHE_DIR" in str(warning.message) and str(tmp_path / "file" / "cache") in str(warning.message)
 
 
-def test_a_folder_that_may_not_be_looked_at_is_not_writable(tmp_path):
-    store, closed = cache.DiskCache(tmp_path / "home" / ".cache" / "flashlane"), tmp_path / "home"
-    closed.mkdir()
+@pytest.fixture
+def closed(tmp_path, monkeypatch):
+    """The home folder, of which ``ask`` calls a function as a user who may not look into it; 2: the function raised."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("FLASHLANE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+
+    def ask(function) -> int:
+        home.chmod(0)
+        child = os.fork()
+        if child == 0:
+            status = 2
+            with contextlib.suppress(BaseException):
+                if os.geteuid() == 0:  # who may look everywhere
+                    os.setuid(65534)
+                status = int(function())
+            os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    yield ask
+    home.chmod(0o700)
+
+
+def test_a_folder_that_may_not_be_looked_at_is_not_writable(closed):
+    store = cache.DiskCache(cache.directory())
     assert store.writable()
-    closed.chmod(0)
-    child = os.fork()
-    if child == 0:
-        status = 2
-        with contextlib.suppress(BaseException):
-            if os.geteuid() == 0:  # who may look everywhere
-                os.setuid(65534)
-            status = int(store.writable())
-        os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    closed.chmod(0o700)
+    assert closed(store.writable) == 0
+
+
+def test_a_folder_that_may_not_be_looked_at_holds_nothing_that_was_tuned(closed, monkeypatch):
+    monkeypatch.delitem(sys.modules, tuned.PROVIDER, raising=False)
+    problem = AttentionProblem(1, 8, 8, 128, 128, 64, 64, torch.float16, 0.125, arch="sm_90a")
+    assert closed(lambda: tuned.lookup(SimpleNamespace(tag="any"), problem) is not None) == 0
+    monkeypatch.setenv("FLASHLANE_CACHE_DIR", "a" * 300)  # a longer name than a folder can have
+    assert tuned.lookup(SimpleNamespace(tag="any"), problem) is None
+
+
+def test_without_a_home_kernels_are_compiled_and_not_kept(monkeypatch):
+    def unknown(*_):
+        raise KeyError("no such user")
+
+    for name in ("HOME", "FLASHLANE_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(cache, "_caches", {})
+    assert cache.directory() == cache.NO_DIRECTORY and not cache.default().writable()
+    with pytest.warns(RuntimeWarning, match="has no home .* set FLASHLANE_CACHE_DIR to a folder"):
+        assert not compile_afresh(vector_add()).cached
+    monkeypatch.setenv("FLASHLANE_CACHE_DIR", "~/c")
+    with pytest.raises(ValueError, match="FLASHLANE_CACHE_DIR is '~/c', of which no home is known"):
+        cache.directory()
 
 
 def test_a_failed_write_leaves_nothing(folder, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -67,7 +68,10 @@ def folder() -> Path:
 
 
 def _stored(tag: str, problem: AttentionProblem) -> Stored | None:
-    if _ignored or problem.arch is None or (PROVIDER not in sys.modules and not folder().is_dir()):
+    if _ignored or problem.arch is None:
+        return None
+    # os.path.isdir, unlike Path's, is False of what may not be looked at: another user's home.
+    if PROVIDER not in sys.modules and not os.path.isdir(folder()):
         return None
     return _find()(tag, problem)
 

@@ -23,6 +23,8 @@ from typing import NamedTuple
 DIRECTORY_VARIABLE = "FLASHLANE_CACHE_DIR"
 LIMIT_VARIABLE = "FLASHLANE_CACHE_LIMIT"
 DEFAULT_LIMIT = 1 << 30
+NO_DIRECTORY = Path(os.devnull, "flashlane")
+"""A path at which no folder can be: the cache folder of a user without a home."""
 
 CUBINS_PACKAGE, CUBINS_INDEX = "flashlane_cubins", "index.json"
 PTX_FOLDER = Path(__file__).parent.parent / "ptx"
@@ -141,9 +143,12 @@ class DiskCache:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
+            place = f"in {self.folder} ({error.strerror or error})"
+            if self.folder == NO_DIRECTORY:
+                place = "as the user has no home (HOME is not set)"
             warnings.warn(
-                f"flashlane cannot keep compiled kernels in {self.folder} ({error.strerror or error}): every process "
-                f"compiles them again; set {DIRECTORY_VARIABLE} to a folder that can be written to",
+                f"flashlane cannot keep compiled kernels {place}: every process compiles them again; set "
+                f"{DIRECTORY_VARIABLE} to a folder that can be written to",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -159,11 +164,25 @@ def default() -> DiskCache:
 
 
 def directory() -> Path:
-    """``FLASHLANE_CACHE_DIR``, else ``XDG_CACHE_HOME/flashlane``, else ``~/.cache/flashlane``."""
+    """``FLASHLANE_CACHE_DIR``, else ``XDG_CACHE_HOME/flashlane``, else ``~/.cache/flashlane``.
+
+    A user may have no home, as in a container that runs under any number: it is then :data:`NO_DIRECTORY`.
+
+    Raises:
+        ValueError: ``FLASHLANE_CACHE_DIR`` begins with the home of a user who has none.
+    """
     if chosen := os.environ.get(DIRECTORY_VARIABLE):
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError:
+            raise ValueError(
+                f"{DIRECTORY_VARIABLE} is {chosen!r}, of which no home is known; it may be the whole path of a folder"
+            ) from None
     base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base, "flashlane") if base else Path("~/.cache/flashlane").expanduser()
+    try:
+        return Path(base, "flashlane") if base else Path("~/.cache/flashlane").expanduser()
+    except RuntimeError:
+        return NO_DIRECTORY
 
 
 def size_limit() -> int:

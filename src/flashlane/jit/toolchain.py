@@ -134,7 +134,7 @@ def include_directory() -> Path:
     """
     candidates = _include_candidates()
     for folder in candidates:
-        if (folder / "cuda_fp16.h").is_file():
+        if os.path.isfile(folder / "cuda_fp16.h"):  # unlike Path's it is False of what may not be looked at
             return folder
     searched = ", ".join(map(str, candidates))
     raise ToolchainError(f"the CUDA runtime headers (cuda_fp16.h) are not in {searched}; {HOW_TO_INSTALL}")
