@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,3 +221,28 @@ def test_a_graph_has_counters_of_its_own(counters: Callable[..., torch.Tensor]) 
     assert not usual.data_ptr() <= first.data_ptr() < usual.data_ptr() + usual.nbytes
     big = counters(0, 7, launch_pool.COUNTERS_OF_GRAPHS, True)
     assert big.numel() == launch_pool.COUNTERS_OF_GRAPHS and launch_pool._of_graphs[0][1] == 5
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_threads_that_ask_at_one_time_get_what_stays(
+    counters: Callable[..., torch.Tensor], capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, zeros = counters(0, 7, 1, False) if capturing else None, torch.zeros
+
+    def slow_zeros(*given: Any, **more: Any) -> torch.Tensor:
+        time.sleep(0.02)  # torch lets other threads run meanwhile, too
+        return zeros(*given, **more)
+
+    class SlowStore(dict):  # as if the interpreter changed threads between a read and a write
+        def get(self, *given: Any) -> Any:
+            found = super().get(*given)
+            time.sleep(0.02)
+            return found
+
+    monkeypatch.setattr(torch, "zeros", slow_zeros)
+    monkeypatch.setattr(launch_pool, "_of_graphs", SlowStore(launch_pool._of_graphs))
+    monkeypatch.setattr(launch_pool, "_of_streams", SlowStore(launch_pool._of_streams))
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda _: counters(0, 7, 3, capturing), range(4)))
+    assert len({each.data_ptr() for each in got}) == (4 if capturing else 1)
+    assert counters(0, 7, 1, False) is (usual if capturing else got[0])

@@ -34,6 +34,7 @@ import ctypes
 import functools
 import operator
 import struct
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -364,6 +365,9 @@ _of_graphs: dict[int, tuple[torch.Tensor, int]] = {}
 """The counters of each device, and how many of them were given away."""
 _outgrown: list[torch.Tensor] = []
 """Counters of streams that were too few; blocks of other plans still point to them."""
+_giving = threading.Lock()
+"""Held while counters are given. A block points to those that it got as long as it lives: of two threads that call on a
+stream for the first time, none may get counters that the other one's then replace."""
 
 
 def counters_of(device: int, stream: int, count: int, capturing: bool) -> torch.Tensor:
@@ -389,12 +393,27 @@ def counters_of(device: int, stream: int, count: int, capturing: bool) -> torch.
     import torch
 
     where = torch.device("cuda", device)
-    if capturing:
-        store, used = _of_graphs.get(device, (None, 0))
-        if store is None or used + count > store.numel():
-            return torch.zeros(count, dtype=torch.int32, device=where)
-        _of_graphs[device] = store, used + count
-        return store[used : used + count]
+    with _giving:
+        if capturing:
+            return _counters_of_graph(where, count)
+        return _counters_of_stream(where, stream, count)
+
+
+def _counters_of_graph(where: torch.device, count: int) -> torch.Tensor:
+    import torch
+
+    device = where.index
+    store, used = _of_graphs.get(device, (None, 0))
+    if store is None or used + count > store.numel():
+        return torch.zeros(count, dtype=torch.int32, device=where)
+    _of_graphs[device] = store, used + count
+    return store[used : used + count]
+
+
+def _counters_of_stream(where: torch.device, stream: int, count: int) -> torch.Tensor:
+    import torch
+
+    device = where.index
     if device not in _of_graphs:
         _of_graphs[device] = torch.zeros(COUNTERS_OF_GRAPHS, dtype=torch.int32, device=where), 0
         torch.cuda.current_stream(where).synchronize()  # once: graphs may be replayed on any stream
