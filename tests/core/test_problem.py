@@ -15,6 +15,7 @@ import torch
 
 from flashlane.core import problem as problem_module
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.kernels.seqlen import SeqlenParams
 
 
 def tensors(**changes: Any) -> Inputs:
@@ -194,6 +195,20 @@ BAD = {
         "block_table has",
     ),
     "varlen entry": (paged_varlen, {"block_table": ints([9, 0, 3], [1, 2, 0])}, {}, ValueError, "page in use may be"),
+    "k too long": (
+        tensors,
+        dict.fromkeys("kv", torch.zeros(2, 1, 2, 8).expand(2, 2**31, 2, 8)),
+        {},
+        ValueError,
+        r"k has shape \(2, 2147483648, 2, 8\): its seqlen is 2147483648; it may be up to 2147479552",
+    ),
+    "table too long": (
+        paged,
+        dict.fromkeys("kv", torch.zeros(9, 1, 2, 8).expand(9, 2**30, 2, 8)),
+        {},
+        ValueError,
+        "block_table has 3 pages of 1073741824 rows for a sequence; together they may have up to 2147479552 rows",
+    ),
     "longest none": (packed, {"max_seqlen_q": None}, {}, TypeError, "max_seqlen_q is None; it must be a whole number"),
 }
 
@@ -210,6 +225,13 @@ def test_a_window_wider_than_any_sequence_is_all_of_it() -> None:
     assert [wide.visible_keys(row) for row in range(5)] == [range(7)] * 5
     causal, left = (AttentionProblem.from_inputs(tensors(), window_size=w) for w in ((-1, 0), (10**30, 0)))
     assert [left.visible_keys(row) for row in range(5)] == [causal.visible_keys(row) for row in range(5)]
+
+
+def test_a_longest_sequence_beyond_what_kernels_count_to_is_any() -> None:
+    for longest in (2**31 - 1, 2**31, 2**32 + 3, 2**70):  # in 32 bits the second is negative, and the third 3
+        problem = AttentionProblem.from_inputs(packed(max_seqlen_q=longest, max_seqlen_k=longest))
+        lengths = SeqlenParams.of(problem)
+        assert lengths.seqlen_q == lengths.seqlen_k == 2**31 - 1
 
 
 def test_a_side_past_every_key_is_open_to_a_kernel_or_as_far_as_all_rows_and_keys() -> None:

@@ -25,7 +25,9 @@ VECTOR_BYTES = 16
 LARGEST_F32 = torch.finfo(torch.float32).max
 """The largest number that kernels compute with."""
 FARTHEST = 2**31 - 1
-"""A side of a window that no sequence is longer than; a larger one counts as this."""
+"""A side of a window, or a number of rows, that no sequence is longer than; a larger one counts as this."""
+MAX_SIZE = 2**31 - 2**12
+"""The longest axis of q, k and v, but for the pages of a cache: kernels count in 32 bits, and round up to tiles."""
 
 
 def kind_of(value: Any) -> str:
@@ -129,13 +131,16 @@ def check_sizes(inputs: Inputs, varlen: bool, paged: bool, batch: bool = True) -
     Without ``batch`` k and v may have more batch elements than q; so they may where ``batch_idx`` chooses among them.
 
     Raises:
-        ValueError: two sizes do not agree, one is 0 that may not be, or a head dim exceeds :data:`MAX_HEAD_DIM`.
+        ValueError: two sizes do not agree, one is 0 that may not be, or one exceeds :data:`MAX_HEAD_DIM` or
+            :data:`MAX_SIZE`.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     for name, t in _named(q, k, v):
         for axis, size in zip(axes_of(name, varlen, paged), t.shape, strict=True):
             if size == 0 and axis not in ("seqlen", "total"):
                 raise ValueError(f"{name} has shape {tuple(t.shape)}: its {axis} is 0; it must be at least 1")
+            if type(size) is int and size > MAX_SIZE and axis != "pages":  # of a symbol it would be fixed
+                raise ValueError(f"{name} has shape {tuple(t.shape)}: its {axis} is {size}; it may be up to {MAX_SIZE}")
         if t.shape[-1] > MAX_HEAD_DIM:
             raise ValueError(f"{name} has head_dim {t.shape[-1]}; it may be 1 to {MAX_HEAD_DIM}")
     if k.shape[-1] != q.shape[-1]:
@@ -283,7 +288,7 @@ def check_varlen(inputs: Inputs, contents: bool = True) -> tuple[int, int, int]:
         check_longest(f"max_seqlen_{side}", longest)
         if contents and cu.is_cpu and not holds_nothing(cu):
             _check_starts_of(inputs, side)
-        sizes.append((batch, longest))
+        sizes.append((batch, longest if isinstance(longest, torch.SymInt) else min(longest, FARTHEST)))
     if sizes[0][0] != sizes[1][0]:
         raise ValueError(f"cu_seqlens_q describes {sizes[0][0]} sequences and cu_seqlens_k {sizes[1][0]}")
     return sizes[0][0], sizes[0][1], sizes[1][1]
@@ -347,6 +352,11 @@ def check_cache(inputs: Inputs, batch: int, varlen: bool, contents: bool = True)
         shape = f"(batch, pages) with batch {batch} and at least one page"
         check_indices("block_table", table, shape, lambda found: len(found) == 2 and found[0] == batch and found[1], q)
     capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+    if table is not None and type(capacity) is int and capacity > MAX_SIZE:
+        raise ValueError(
+            f"block_table has {table.shape[1]} pages of {k.shape[1]} rows for a sequence; together they may have up to "
+            f"{MAX_SIZE} rows"
+        )
     if contents and (indices or table is not None) and q.is_cpu and not holds_nothing(q):
         _check_cache_contents(inputs, indices, capacity, varlen)
     return capacity
