@@ -247,6 +247,23 @@ def test_a_side_past_every_key_is_open_to_a_kernel_or_as_far_as_all_rows_and_key
         assert problem.window_in_reach(keep_bounded=True) == bounded, window
 
 
+@pytest.mark.parametrize("queries", [1, 16])
+@pytest.mark.parametrize("window", [(-1, 1_100_000_000), (1_000_000_000, 1_000_000_000), (7, 0)], ids=str)
+def test_keys_that_a_row_sees_are_computed_within_32_bits(queries: int, window: tuple[int, int]) -> None:
+    """As ``WindowMask`` of ``attention/mask.cuh`` does."""
+    left, right = window
+    problem = replace(
+        AttentionProblem.from_inputs(tensors()),
+        seqlen_q=queries, seqlen_k=1_200_000_000, window_left=left, window_right=right,
+    )  # fmt: skip
+    left, right = problem.window_in_reach()
+    for row in (0, queries - 1):
+        at = row + problem.shift
+        bounds = at - left if left >= 0 else 0, at + right + 1 if right >= 0 else problem.seqlen_k
+        assert max(map(abs, bounds)) < 2**31
+        assert range(max(0, bounds[0]), min(problem.seqlen_k, bounds[1])) == problem.visible_keys(row)
+
+
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
 def test_errors_name_the_argument(case: tuple) -> None:
     make, changes, asked, kind, message = case

@@ -24,6 +24,7 @@ import torch
 
 from flashlane.core.arch import DTYPE_NAMES, DTYPES, arch_of
 from flashlane.core.validate import (
+    FARTHEST,
     MAX_HEAD_DIM,
     VECTOR_BYTES,
     check_cache,
@@ -326,6 +327,10 @@ class AttentionProblem:
         Such a side is −1, or with ``keep_bounded``, for a kernel that is compiled with that side, all rows and keys.
         """
         reach = self.seqlen_q + self.seqlen_k
+        if not keep_bounded and reach + max(self.seqlen_q, self.seqlen_k) > FARTHEST:
+            # Kernels add a side to the number of a key: one that hides no key must not go beyond 32 bits.
+            hiding = self.with_hiding_sides
+            return hiding.window_left, hiding.window_right
         left, right = (min(side, reach) for side in (self.window_left, self.window_right))
         return (left, right) if keep_bounded else (left if left < reach else -1, right if right < reach else -1)
 
