@@ -402,6 +402,7 @@ def _statistics_arguments(
         "DV0": padded(problem.head_dim_v),
         "BM": configs.STATISTICS_ROWS,
     }
+    arguments["WIDE"] = _reach_of_columns(problem, arguments) >= MAX_OFFSET
     return {name: arguments[name] for name in row_statistics.arg_names}
 
 
@@ -435,6 +436,12 @@ def _common_arguments(
     }
 
 
+def _reach_of_columns(problem: AttentionProblem, arguments: dict[str, Any]) -> int:
+    """How far the elements of a row may lie apart."""
+    strides = (stride for name, stride in arguments.items() if name.endswith("_stride_column"))
+    return max(strides) * max(problem.head_dim, problem.head_dim_v)
+
+
 def _launch(
     function: Any,
     problem: AttentionProblem,
@@ -451,7 +458,7 @@ def _launch(
     tensors = ("q", "k", "v", "do", "lse", "delta", *written, "cu_seqlens_q")
     sides = [name for name in common if name.split("_stride_")[0] in ("q", "k", "v", "do")]
     apart = max(common[name] for name in sides if name.endswith("row")) * common["UNIT"]
-    reach = apart * max(tile.bm, tile.bn)
+    reach = max(apart * max(tile.bm, tile.bn), _reach_of_columns(problem, common))
     if descriptors:  # of what a kernel does not read, it needs no variants
         common = {**common, **dict.fromkeys(sides, 0), "UNIT": 1}
     values = {

@@ -119,17 +119,20 @@ def bias_gradients(
             k_at = head_of(k, b, kv_head, start_k, k_stride_batch, k_stride_row, k_stride_head, UNIT, False)
             v_at = head_of(v, b, kv_head, start_k, v_stride_batch, v_stride_row, v_stride_head, UNIT, False)
             q_tile = load_rows(
-                q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, i < len_q, D, D0, BM, UNIT, False
+                q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, i < len_q,
+                D, D0, BM, UNIT, False, WIDE,
             )  # fmt: skip
             k_tile = load_rows(
-                k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, j < len_k, D, D0, BN, UNIT, False
+                k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, j < len_k,
+                D, D0, BN, UNIT, False, WIDE,
             )  # fmt: skip
             do_tile = load_rows(
                 do, do_at, b, head, i_first, do_stride_row, do_stride_column, do_rows, i < len_q,
-                DV, DV0, BM, UNIT, False,
+                DV, DV0, BM, UNIT, False, WIDE,
             )  # fmt: skip
             v_tile = load_rows(
-                v, v_at, b, kv_head, j_first, v_stride_row, v_stride_column, v_rows, j < len_k, DV, DV0, BN, UNIT, False
+                v, v_at, b, kv_head, j_first, v_stride_row, v_stride_column, v_rows, j < len_k,
+                DV, DV0, BN, UNIT, False, WIDE,
             )  # fmt: skip
             log = load_statistics(
                 lse, b, head, heads, i_first, start_q, i, len_q, stat_units, float("inf"), BM, VARLEN, False

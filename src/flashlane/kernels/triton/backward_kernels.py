@@ -82,6 +82,7 @@ def row_statistics(
     DV0: tl.constexpr,
     BM: tl.constexpr,
     UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """delta = rowsum(O∘dO) − dLSE and the stored LSE of a tile of rows, f32 ``(b, h, stat_units · STAT_UNIT)``.
 
@@ -101,8 +102,8 @@ def row_statistics(
     head, batch = h.to(tl.int64), b.to(tl.int64)
     out += (batch * out_stride_batch + head * out_stride_head) * UNIT
     do += (batch * do_stride_batch + head * do_stride_head) * UNIT
-    o = load_tile(out, row * out_stride_row * UNIT, inside, out_stride_column, DV, DV0, 0)
-    g = load_tile(do, row * do_stride_row * UNIT, inside, do_stride_column, DV, DV0, 0)
+    o = load_tile(out, row * out_stride_row * UNIT, inside, out_stride_column, DV, DV0, 0, WIDE)
+    g = load_tile(do, row * do_stride_row * UNIT, inside, do_stride_column, DV, DV0, 0, WIDE)
     total = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     if dlog is not None:
         at = batch * dlog_stride_batch + head * dlog_stride_head + row * dlog_stride_row
@@ -156,12 +157,14 @@ def score_gradients(p, dp, delta, keep, score):
 def load_rows(
     source, at, b, head, start, stride_row, stride_column, tile_rows, mask,
     D: tl.constexpr, D0: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Rows ``start …`` of a head, ``(BLOCK, D0)``: by descriptor (b, h, s, d), or by pointer from ``at``, its row 0."""
     if DESCRIPTORS:
         return source.load([b, head, start, 0]).reshape(BLOCK, D0)
     else:
-        return load_tile(at + tl.cast(start, tl.int64) * stride_row * UNIT, tile_rows, mask, stride_column, D, D0, 0)
+        at += tl.cast(start, tl.int64) * stride_row * UNIT
+        return load_tile(at, tile_rows, mask, stride_column, D, D0, 0, WIDE)
 
 
 @triton.jit
@@ -331,10 +334,11 @@ def key_gradients(
     v_at = head_of(v, b, kv_head, start_k, v_stride_batch, v_stride_row, v_stride_head, UNIT, DESCRIPTORS)
     k_rows, v_rows = tile_offsets(k_stride_row, BN, UNIT, WIDE), tile_offsets(v_stride_row, BN, UNIT, WIDE)
     k_tile = load_rows(
-        k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, exists, D, D0, BN, UNIT, DESCRIPTORS
+        k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, exists, D, D0, BN, UNIT, DESCRIPTORS, WIDE
     )  # fmt: skip
     v_tile = load_rows(
-        v, v_at, b, kv_head, j_first, v_stride_row, v_stride_column, v_rows, exists, DV, DV0, BN, UNIT, DESCRIPTORS
+        v, v_at, b, kv_head, j_first, v_stride_row, v_stride_column, v_rows, exists,
+        DV, DV0, BN, UNIT, DESCRIPTORS, WIDE,
     )  # fmt: skip
     q_rows, do_rows = tile_offsets(q_stride_row, BM, UNIT, WIDE), tile_offsets(do_stride_row, BM, UNIT, WIDE)
     dk_acc = tl.zeros((BN, D0), tl.float32)
@@ -352,7 +356,8 @@ def key_gradients(
             i = i_first + tl.arange(0, BM)
             inside = None if WHOLE_Q else i < len_q
             q_tile = load_rows(
-                q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, inside, D, D0, BM, UNIT, DESCRIPTORS
+                q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, inside,
+                D, D0, BM, UNIT, DESCRIPTORS, WIDE,
             )  # fmt: skip
             log = load_statistics(
                 lse, b, head, heads, i_first, start_q, i, len_q, stat_units, float("inf"),
@@ -360,7 +365,7 @@ def key_gradients(
             )  # fmt: skip
             do_tile = load_rows(
                 do, do_at, b, head, i_first, do_stride_row, do_stride_column, do_rows, inside,
-                DV, DV0, BM, UNIT, DESCRIPTORS,
+                DV, DV0, BM, UNIT, DESCRIPTORS, WIDE,
             )  # fmt: skip
             row_delta = load_statistics(
                 delta, b, head, heads, i_first, start_q, i, len_q, stat_units, 0.0, BM, VARLEN, DESCRIPTORS
@@ -483,10 +488,11 @@ def query_gradients(
     do_at = head_of(do, b, head, start_q, do_stride_batch, do_stride_row, do_stride_head, UNIT, DESCRIPTORS)
     q_rows, do_rows = tile_offsets(q_stride_row, BM, UNIT, WIDE), tile_offsets(do_stride_row, BM, UNIT, WIDE)
     q_tile = load_rows(
-        q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, exists, D, D0, BM, UNIT, DESCRIPTORS
+        q, q_at, b, head, i_first, q_stride_row, q_stride_column, q_rows, exists, D, D0, BM, UNIT, DESCRIPTORS, WIDE
     )  # fmt: skip
     do_tile = load_rows(
-        do, do_at, b, head, i_first, do_stride_row, do_stride_column, do_rows, exists, DV, DV0, BM, UNIT, DESCRIPTORS
+        do, do_at, b, head, i_first, do_stride_row, do_stride_column, do_rows, exists,
+        DV, DV0, BM, UNIT, DESCRIPTORS, WIDE,
     )  # fmt: skip
     log = load_statistics(
         lse, b, head, heads, i_first, start_q, i, len_q, stat_units, float("inf"), BM, VARLEN, DESCRIPTORS
@@ -507,11 +513,12 @@ def query_gradients(
         j = j_first + tl.arange(0, BN)
         inside = None if WHOLE_K else j < len_k
         k_tile = load_rows(
-            k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, inside, D, D0, BN, UNIT, DESCRIPTORS
+            k, k_at, b, kv_head, j_first, k_stride_row, k_stride_column, k_rows, inside,
+            D, D0, BN, UNIT, DESCRIPTORS, WIDE,
         )  # fmt: skip
         v_tile = load_rows(
             v, v_at, b, kv_head, j_first, v_stride_row, v_stride_column, v_rows, inside,
-            DV, DV0, BN, UNIT, DESCRIPTORS,
+            DV, DV0, BN, UNIT, DESCRIPTORS, WIDE,
         )  # fmt: skip
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)

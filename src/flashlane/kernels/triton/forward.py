@@ -151,7 +151,7 @@ def _forward_launch(
         "DV0": dv[0],
         "DV1": dv[1],
         "UNIT": unit,
-        "WIDE": max(sides["k"][1], sides["v"][1]) * config.bn >= MAX_STRIDE,
+        "WIDE": _reaches_far(problem, config, sides),
         "DESCRIPTORS": config.descriptors,
         "PACK": pack,
         "SPLIT": splits > 1,
@@ -165,6 +165,13 @@ def _forward_launch(
     # Contraction into fused multiply-adds is what Triton does by default; said, so that no version warns of it.
     options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
     return Launch(attention_kernel(), (units * row_tiles, splits), arguments, options)
+
+
+def _reaches_far(problem: AttentionProblem, config: TritonConfig, sides: dict[str, tuple[int, ...]]) -> bool:
+    """Whether the elements of a tile of q, k or v lie further apart than 32 bits count."""
+    rows = max(sides["k"][1], sides["v"][1]) * config.bn
+    columns = max(sides[side][3] for side in "qkv") * max(problem.head_dim, problem.head_dim_v)
+    return max(rows, columns) >= MAX_STRIDE
 
 
 def _combine_launch(

@@ -51,10 +51,19 @@ _VARYING = (
 
 
 @triton.jit
-def load_tile(base, row_offsets, row_mask, stride_column, D: tl.constexpr, D0: tl.constexpr, FIRST: tl.constexpr):
-    """Columns FIRST … FIRST + D0 of some rows; 0 past column D and where ``row_mask`` (None: nowhere) is false."""
+def load_tile(
+    base, row_offsets, row_mask, stride_column, D: tl.constexpr, D0: tl.constexpr, FIRST: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Columns FIRST … FIRST + D0 of some rows; 0 past column D and where ``row_mask`` (None: nowhere) is false.
+
+    With WIDE the columns of a row may lie further apart than 32 bits count.
+    """
     columns = FIRST + tl.arange(0, D0)
-    at = base + row_offsets[:, None] + (columns * stride_column)[None, :]
+    if WIDE:
+        at = base + row_offsets[:, None] + (columns.to(tl.int64) * stride_column)[None, :]
+    else:
+        at = base + row_offsets[:, None] + (columns * stride_column)[None, :]
     if FIRST + D0 > D:
         inside = (columns < D)[None, :]
         if row_mask is not None:
@@ -239,9 +248,9 @@ def attention_forward(
     q_row = tl.cast(q_stride_row, tl.int64) * UNIT
     q += b.to(tl.int64) * q_stride_batch * UNIT + start_q * q_row
     q_rows = i.to(tl.int64) * q_row + tl.cast(head, tl.int64) * q_stride_head * UNIT
-    q0 = load_tile(q, q_rows, exists, q_stride_column, D, D0, 0)
+    q0 = load_tile(q, q_rows, exists, q_stride_column, D, D0, 0, WIDE)
     if D1 > 0:
-        q1 = load_tile(q, q_rows, exists, q_stride_column, D, D1, D0)
+        q1 = load_tile(q, q_rows, exists, q_stride_column, D, D1, D0, WIDE)
 
     # K and V: where row 0 lies, and rows of a tile from there
     kv_batch = cache_row(b, keys)
@@ -295,11 +304,11 @@ def attention_forward(
                         k_at = k + tl.cast(start, tl.int64) * k_row
                         v_at = v + tl.cast(start, tl.int64) * v_row
                         k_offsets, v_offsets = k_tile, v_tile
-                    k0 = load_tile(k_at, k_offsets, inside, k_stride_column, D, D0, 0)
+                    k0 = load_tile(k_at, k_offsets, inside, k_stride_column, D, D0, 0, WIDE)
                 added = load_bias(score, modifiers, i[:, None], j[None, :], len_q, len_k)
                 scores = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
                 if D1 > 0:
-                    k1 = load_tile(k_at, k_offsets, inside, k_stride_column, D, D1, D0)
+                    k1 = load_tile(k_at, k_offsets, inside, k_stride_column, D, D1, D0, WIDE)
                     scores = tl.dot(q1, tl.trans(k1), scores, input_precision=PRECISION)
                 if not score.scale_in_exp:
                     scores = transform_products(scores, score, modifiers)
@@ -315,11 +324,11 @@ def attention_forward(
                 if DESCRIPTORS:
                     v0 = v.load(at).reshape(BN, DV0)
                 else:
-                    v0 = load_tile(v_at, v_offsets, inside, v_stride_column, DV, DV0, 0)
+                    v0 = load_tile(v_at, v_offsets, inside, v_stride_column, DV, DV0, 0, WIDE)
                 p = p.to(v0.dtype)
                 acc0 = tl.dot(p, v0, acc0 * decay[:, None], input_precision=PRECISION)
                 if DV1 > 0:
-                    v1 = load_tile(v_at, v_offsets, inside, v_stride_column, DV, DV1, DV0)
+                    v1 = load_tile(v_at, v_offsets, inside, v_stride_column, DV, DV1, DV0, WIDE)
                     acc1 = tl.dot(p, v1, acc1 * decay[:, None], input_precision=PRECISION)
 
     factor, logs = _row_results(top, total, score)
