@@ -192,3 +192,8 @@ def test_on_a_gpu_later_calls_go_past_triton_and_give_the_bits_of_the_first(
     assert len(plans) >= 3 and None not in plans  # the forward, and at least two kernels of the backward
     for again in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+
+
+def test_every_kernel_says_that_multiply_adds_are_fused() -> None:
+    """Else Triton 3.9 warns of its next version's default, in a user's first backward or decoding step."""
+    assert launch.Launch(None, (1,), {}, {"num_warps": 4}).options == {"num_warps": 4, "enable_fp_fusion": True}

@@ -162,8 +162,7 @@ def _forward_launch(
         "BOTTOM_RIGHT": problem.alignment == "bottom-right",
         "PRECISION": precision,
     }
-    # Contraction into fused multiply-adds is what Triton does by default; said, so that no version warns of it.
-    options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
     return Launch(attention_kernel(), (units * row_tiles, splits), arguments, options)
 
 
