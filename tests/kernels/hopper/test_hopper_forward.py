@@ -45,6 +45,8 @@ def problem_of(**changes: object) -> AttentionProblem:
         ({"bias": True}, "bias"),
         ({"dropout_p": 0.1}, "dropout_p"),
         ({"seqlen_k": 1 << 31}, "up to"),
+        ({"batch": 1 << 25, "heads": 64, "kv_heads": 64, "seqlen_q": 1}, "2147483648 tiles"),
+        ({"batch": 1 << 20, "heads": 16, "seqlen_q": 1, "num_splits": 200}, "2147483648 tiles"),
         ({"scale": 1e-40}, "1e-30"),
     ],
 )

@@ -11,13 +11,13 @@ import torch
 from flashlane import jit
 from flashlane.core import tuned
 from flashlane.core.arch import ELEMENTS
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.problem import MAX_SPLITS, AttentionProblem, Inputs
 from flashlane.core.registry import BEFORE_DECODE, DeviceKernel, Repeat, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
 from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.forward import select, tile_scheduler, tiles
-from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, HopperConfig, columns_of
+from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, MAX_COLUMNS_V, HopperConfig, columns_of
 from flashlane.kernels.hopper.forward.launch import PreparedForward, config_and_splits, plain_inputs, sources_of
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES, has_row_gradients
 from flashlane.kernels.seqlen import SEQLEN_EXAMPLES
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_V = 1024
 MAX_LENGTH = 1 << 30
+MAX_TILES = 1 << 30
+"""Work tiles that are counted in 32 bits, together with those that CTAs ask for when none is left."""
 ABLE = (*SCORE_FEATURES, *VARLEN, *CACHE, *PAGED)
 FEW_TILES = 8
 """So few that the mma.sync family, which splits the keys among the warps of a CTA, is ahead: one head of 64 with 1024
@@ -73,7 +75,8 @@ class HopperForward(DeviceKernel):
             return "rows of q, k and v must be contiguous and start on 16 bytes, as TMA copies them"
         if max(problem.rows_of_kv_head, problem.seqlen_k) > MAX_LENGTH:
             return f"lengths are {problem.seqlen_q} and {problem.seqlen_k}; it takes up to {MAX_LENGTH}"
-        return None
+        tiles = _most_tiles(problem)
+        return f"it may have {tiles} tiles, of all heads; it takes up to {MAX_TILES}" if tiles > MAX_TILES else None
 
     def preference(self, problem: AttentionProblem) -> float:
         """Behind the mma.sync family's best where it has few tiles of narrow heads, which that one's warps share.
@@ -188,6 +191,14 @@ class HopperForward(DeviceKernel):
     ) -> None:
         """Launch a given configuration."""
         _launch(config, problem, inputs, out, lse)
+
+
+def _most_tiles(problem: AttentionProblem) -> int:
+    """Work tiles of dense tensors in the smallest shape; 0 for packed sequences, of which the device finds them."""
+    if problem.varlen:
+        return 0
+    tiles_of_head = tile_scheduler.ceil_div(problem.seqlen_q, CONSUMER_ROWS) * -(-problem.head_dim_v // MAX_COLUMNS_V)
+    return problem.batch * problem.heads * tiles_of_head * max(1, min(problem.num_splits, MAX_SPLITS))
 
 
 def _outruns_decode(problem: AttentionProblem) -> bool:
