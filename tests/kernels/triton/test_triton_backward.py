@@ -5,8 +5,6 @@ Problems over the whole product of features are drawn in test_triton_draws.py.
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 from dataclasses import replace
 from typing import Any
@@ -97,33 +95,6 @@ def test_f16_is_as_near_as_torch_in_f16(asked: dict[str, Any]) -> None:
         error = (getattr(found, name).double() - grads[name]).abs().max()
         allowed = 3 * (rough[name].double() - grads[name]).abs().max()
         assert error <= allowed, f"d{name}: {error:.2e} > {allowed:.2e}"
-
-
-def far(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers; the first and the last column lie 2^31 elements apart, in memory that is mostly untouched."""
-    *outer, columns = tensor.shape
-    stride = -(-(2**31) // (columns - 1))
-    size = (stride * (columns - 1) + math.prod(outer)) * tensor.element_size()
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    strides = (*torch.empty(outer, device="meta").stride(), stride)
-    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
-
-
-@interpreted
-@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
-def test_columns_may_lie_further_apart_than_32_bits_count(name: str) -> None:
-    problem, inputs = small(torch.float16, n=3, m=5)
-    do, bias = torch.randn(2, 3, 4, 16).half(), torch.randn(3, 5).half()
-    made = []
-    for place in (lambda tensor: tensor, far):
-        changed = {"bias": bias} if name == "do" else {name: place(getattr(inputs, name)), "bias": bias}
-        call = replace(inputs, **changed)
-        problem = AttentionProblem.from_inputs(call)
-        out, lse = torch.empty(2, 3, 4, 16, dtype=torch.float16), torch.empty(2, 4, 3)
-        KERNEL.forward(problem, call, out, lse)
-        found = triton_backward(problem, call, out, lse, place(do) if name == "do" else do)
-        made.append((out, lse, found.q, found.k, found.v, found.bias))
-    torch.testing.assert_close(*made)
 
 
 @interpreted

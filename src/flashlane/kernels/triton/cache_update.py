@@ -35,6 +35,15 @@ ROWS = 16
 
 
 @triton.jit
+def column_offsets(columns, stride: tl.constexpr, COUNT: tl.constexpr):
+    """Offsets of some of COUNT columns, ``(1, …)``, in 64 bits only where they need it."""
+    if stride * COUNT >= 1 << 31:
+        return (columns.to(tl.int64) * stride)[None, :]
+    else:
+        return (columns * stride)[None, :]
+
+
+@triton.jit
 def rotated(
     at,
     row_offsets,
@@ -55,7 +64,7 @@ def rotated(
     columns = tl.arange(0, DB)
     mask = row_mask[:, None] & (columns < D)[None, :]
     rows = at + row_offsets[:, None]
-    x = tl.load(rows + (columns * stride_column)[None, :], mask=mask, other=0.0)
+    x = tl.load(rows + column_offsets(columns, stride_column, DB), mask=mask, other=0.0)
     if HALF > 0:
         rotate = columns < 2 * HALF
         if NEIGHBOURS:
@@ -66,7 +75,7 @@ def rotated(
             partner = tl.where(first, columns + HALF, columns - HALF)
             pair = tl.where(first, columns, columns - HALF)
         angles = row_mask[:, None] & rotate[None, :]
-        y = tl.load(rows + (partner * stride_column)[None, :], mask=angles, other=0.0)
+        y = tl.load(rows + column_offsets(partner, stride_column, DB), mask=angles, other=0.0)
         angle_row = position[:, None].to(tl.int64)
         c = tl.load(cos + angle_row * cos_stride + pair[None, :], mask=angles, other=0.0).to(WIDE)
         s = tl.load(sin + angle_row * sin_stride + pair[None, :], mask=angles, other=0.0).to(WIDE)
@@ -168,15 +177,15 @@ def update_cache(
         k_mask = inside[:, None] & (k_columns < D)[None, :]
         k_at = page * k_cache_stride_batch + row * k_cache_stride_row + kv_offset * k_cache_stride_head
         k_to = k_cache + k_at * UNIT
-        tl.store(k_to[:, None] + (k_columns * k_cache_stride_column)[None, :], k_new, mask=k_mask)
+        tl.store(k_to[:, None] + column_offsets(k_columns, k_cache_stride_column, DB), k_new, mask=k_mask)
 
         v_columns = tl.arange(0, DVB)
         v_mask = inside[:, None] & (v_columns < DV)[None, :]
         v_from = v + (sequence * v_stride_batch + kv_offset * v_stride_head + i.to(tl.int64) * v_stride_row) * UNIT
-        v_new = tl.load(v_from[:, None] + (v_columns * v_stride_column)[None, :], mask=v_mask)
+        v_new = tl.load(v_from[:, None] + column_offsets(v_columns, v_stride_column, DVB), mask=v_mask)
         v_at = page * v_cache_stride_batch + row * v_cache_stride_row + kv_offset * v_cache_stride_head
         v_to = v_cache + v_at * UNIT
-        tl.store(v_to[:, None] + (v_columns * v_cache_stride_column)[None, :], v_new, mask=v_mask)
+        tl.store(v_to[:, None] + column_offsets(v_columns, v_cache_stride_column, DVB), v_new, mask=v_mask)
         if head + tile == 0:
             tl.store(seqused + b, tl.minimum(length + seqlen_new, capacity))
     else:

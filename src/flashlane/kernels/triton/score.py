@@ -170,7 +170,8 @@ def head_modifiers(score, b, head, PER_ROW: tl.constexpr):
     """
     slope, bias, seed, factor = 0.0, 0, 0, 1.0
     if score.slopes is not None:
-        slope = tl.load(score.slopes + b * score.slopes_stride_batch + head * score.slopes_stride_head)
+        of_batch = score.slopes + tl.cast(b, tl.int64) * score.slopes_stride_batch
+        slope = tl.load(of_batch + head * score.slopes_stride_head)
         if PER_ROW:
             slope = slope[:, None]
     if score.bias is not None:
