@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -470,3 +471,21 @@ def test_reasons_of_refusals_are_those_of_the_function() -> None:
     ):
         with pytest.raises(NotImplementedError, match=reason):
             bind(function, None, CPU)
+
+
+def test_threads_translate_functions_at_the_same_time() -> None:
+    """torch.fx, which records the functions, has state of the whole process."""
+    score = torch.randn(SIZES, dtype=torch.float64)
+
+    def found(number: int) -> torch.Tensor:
+        space: dict[str, Any] = {}
+        exec(f"def function(score, b, h, q, kv): return score * {number}.0 + (q - kv) * {number}.5", space)
+        program, arguments = bind(space["function"], None, CPU, "f64")
+        inputs = {"score": score, **places(SIZES)}
+        return evaluate([program.score], inputs, arguments.tensors, arguments.integers)[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(found, range(2, 50)))
+    distance = places(SIZES)["q"] - places(SIZES)["kv"]
+    for number, result in enumerate(results, 2):
+        torch.testing.assert_close(result, score * number + distance * (number + 0.5))

@@ -37,8 +37,8 @@ def traced(
     # A graph without torch operations on whole tensors, without rows and shapes, serves tensors of every layout.
     key = code.key, kind, device, score_type
     found_key = key if key in _traced and not code.reads_shapes else (*key, code.layouts)
-    if found_key in _traced:
-        known, places = _traced[found_key]
+    if (found := _traced.get(found_key)) is not None:  # another thread may clear the table
+        known, places = found
         return known, tuple(code.tensors[i] for i in places)
     fresh = trace(function, kind, device, score_type)
     places = [next((i for i, t in enumerate(code.tensors) if t is leaf), None) for leaf in fresh.leaves]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._dynamo.convert_frame import compile_lock
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashlane.core.arch import no_autocast
@@ -105,7 +106,8 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
 
 
 def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, reads: Reads) -> torch.fx.GraphModule:
-    with torch.enable_grad(), TransformGetItemToIndex():
+    # torch.fx patches modules while it traces, so that threads take turns, as those of torch.compile do with this lock.
+    with compile_lock, torch.enable_grad(), TransformGetItemToIndex():
         try:
             tracer = make_fx(called, aten.decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
             return tracer(*examples)
