@@ -139,3 +139,13 @@ def test_gradients_of_captured_tensors_in_16_bits_are_sums_in_f32(dtype: torch.d
     exact = torch.autograd.grad(scores.softmax(-1) @ v.double(), exact_gate, dout.double())[0]
     error = ((found.double() - exact).norm() / exact.norm()).item()
     assert error < 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("largest", [1.0, 2.0**20, 2.0**31, -(2.0**31)])
+def test_outputs_of_large_scores_are_those_of_their_softmax(largest: float) -> None:
+    """An LSE in f32 has no room for the sum next to such a score."""
+    added = torch.randint(-3, 4, (9, 13)) + largest
+    q, k, v = torch.zeros(1, 1, 9, 8), torch.zeros(1, 1, 13, 8), torch.randn(1, 1, 13, 8)
+    found = flashlane.flex_attention(q, k, v, lambda s, b, h, i, j: s + added[i, j])
+    wanted = added.double().softmax(-1) @ v[0, 0].double()
+    torch.testing.assert_close(found[0, 0], wanted.float())

@@ -143,9 +143,12 @@ def forward(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         at = tile.b, tile.h, tile.q
         score = problem.scores(tile)[1]
         lse[at] = torch.logsumexp(score, -1)
-        largest[at] = score.amax(-1)
-        finite = torch.where(lse[at] == -torch.inf, 0, lse[at])
-        out[at] = (torch.exp(score - finite.unsqueeze(-1)) @ problem.operand(v, tile)).to(q.dtype)
+        most = largest[at] = score.amax(-1)
+        # An LSE in f32 is rounded, by 64 at 1e9: exponentials have the maximum subtracted instead, which is exact.
+        exponentials = torch.exp(score - torch.where(most == -torch.inf, 0, most).unsqueeze(-1))
+        total = exponentials.sum(-1)
+        weighted = exponentials @ problem.operand(v, tile)
+        out[at] = (weighted / torch.where(total == 0, 1, total).unsqueeze(-1)).to(q.dtype)
     return out, lse, largest
 
 
