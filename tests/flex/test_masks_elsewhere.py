@@ -112,6 +112,21 @@ def test_a_mask_that_is_made_in_a_compiled_function(dynamic: bool) -> None:
         torch.testing.assert_close(compiled(q, far), model(q, far))
 
 
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_named_mask_that_is_made_in_a_compiled_function(name: str) -> None:
+    """torch.compile warns where it traces what translates functions, as of a mask without intervals."""
+
+    def model(q: torch.Tensor) -> torch.Tensor:
+        mask = flashlane.create_block_mask(NAMED[name](), None, None, q.shape[2], q.shape[2], "cpu", BLOCK_SIZE=16)
+        return flashlane.flex_attention(q * 2, q, q, None, mask) + 1
+
+    compiled = torch.compile(model, backend="eager")
+    for rows in (48, 40):
+        q = torch.randn(1, 2, rows, 8, dtype=torch.float64)
+        torch.testing.assert_close(compiled(q), model(q))
+
+
 class OfEarlierTorch(TorchFunctionMode):
     """torch 2.10's way to index by scalar tensors, in which a number next to them makes torch read them into Python."""
 

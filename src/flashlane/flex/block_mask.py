@@ -100,10 +100,23 @@ def create_block_mask(
     if rows is not None and batch_and_heads[0] != rows:
         raise ValueError(f"B is {B}; the mask {mask_mod.name} is of {rows} batch rows, so that it must be {rows}")
     with torch.inference_mode(False), torch.no_grad():  # autograd keeps no tensor that is made in inference mode
-        apart = torch.compiler.is_dynamo_compiling() and not isinstance(mask_mod, masks.Mask)
+        apart = torch.compiler.is_dynamo_compiling() and _is_translated(mask_mod, lengths, device)
         make = _made_apart if apart else _made
         found = make(mask_mod, batch_and_heads, lengths, size, device, separate_full_blocks)
         return _with_write_order(found, dq_kv_order) if compute_dq_write_order else found
+
+
+def _is_translated(mask_mod: Callable[..., Any], lengths: tuple[int, int], device: torch.device) -> bool:
+    """Whether a mask's lists come from its function, and not from a named mask's intervals or neighbourhood."""
+    if not isinstance(mask_mod, masks.Mask):
+        return True
+    return not (mask_mod.has_intervals(*lengths) or _is_by_kernel(mask_mod, lengths, device))
+
+
+def _is_by_kernel(mask_mod: Callable[..., Any], lengths: tuple[int, int], device: torch.device) -> bool:
+    """Whether the kernel of neighbourhoods makes a mask's lists."""
+    neighbourhood = getattr(mask_mod, "neighbourhood", None)
+    return device.type == "cuda" and neighbourhood is not None and neighbourhood.holds_for(*lengths)
 
 
 def _made(
@@ -115,12 +128,11 @@ def _made(
     separate_full_blocks: bool,
 ) -> BlockMask:
     """The block mask of arguments that were checked."""
-    neighbourhood = getattr(mask_mod, "neighbourhood", None)
-    by_kernel = device.type == "cuda" and neighbourhood is not None and neighbourhood.holds_for(*lengths)
+    by_kernel = _is_by_kernel(mask_mod, lengths, device)
     intervals = mask_mod.intervals(*lengths, device) if hasattr(mask_mod, "intervals") and not by_kernel else None
     window = documents = None
     if by_kernel:
-        table, of_tokens = device_blocks.neighbourhood_states(neighbourhood, size, device)
+        table, of_tokens = device_blocks.neighbourhood_states(mask_mod.neighbourhood, size, device)
         mask_mod = neighbourhoods.mask_of_table(of_tokens)
     elif intervals is not None:
         table, window = intervals.states(lengths, size), getattr(mask_mod, "window", None)

@@ -64,6 +64,14 @@ class Mask:
     def __call__(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(b, h, q_idx, kv_idx)
 
+    def has_intervals(self, queries: int, keys: int) -> bool:
+        """Whether the rows, or the columns, of so many queries and keys are a few intervals."""
+        if self.bounds is None or not queries or not keys:
+            return False
+        if self.tokens and (queries, keys) != (self.tokens, self.tokens):
+            return False
+        return self.neighbourhood is None or self.neighbourhood.holds_for(queries, keys)
+
     def intervals(self, queries: int, keys: int, device: torch.device) -> Intervals | None:
         """The intervals of the rows, or of the columns, on a device; None where these are not a few intervals.
 
@@ -74,11 +82,7 @@ class Mask:
             raise ValueError(
                 f"Q_LEN is {queries} and KV_LEN {keys}; the mask {self.name} is of {self.tokens} tokens, and no more"
             )
-        if self.tokens and (queries, keys) != (self.tokens, self.tokens):
-            return None
-        if not queries or not keys:
-            return None
-        if self.bounds is None or (self.neighbourhood and not self.neighbourhood.holds_for(queries, keys)):
+        if not self.has_intervals(queries, keys):
             return None
         length, other = (keys, queries) if self.bounds_of_keys else (queries, keys)
         sides = self.bounds(torch.arange(length, dtype=torch.int32, device=device), other)
@@ -100,6 +104,17 @@ def _named(make: Callable[P, Mask]) -> Callable[P, Mask]:
         with torch.inference_mode(False):  # autograd keeps no tensor that is made in that mode
             mask = make(*args, **kwargs)
         return mask if mask.made_by is not None else replace(mask, made_by=(make.__name__, args, kwargs))
+
+    return made
+
+
+def _reading(make: Callable[P, Mask]) -> Callable[P, Mask]:
+    """A function that reads elements of a tensor into Python: torch.compile breaks the graph at the whole of it."""
+    apart = torch._dynamo.disable(make)
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> Mask:
+        return (apart if torch.compiler.is_dynamo_compiling() else make)(*args, **kwargs)
 
     return made
 
@@ -163,6 +178,7 @@ def _documents_of(offsets: torch.Tensor, causal: bool = False) -> tuple[Document
     return found, torch.repeat_interleave(ids, found.offsets.diff(), output_size=found.tokens)
 
 
+@_reading
 @_named
 def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
     """Packed documents: a token sees its own document, with ``causal`` up to itself.
@@ -195,6 +211,7 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
     return Mask(name, function, bounds, documents=document_set, tokens=tokens, reads_tokens=True, made_by=made_by)
 
 
+@_reading
 @_named
 def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
     """Packed documents of blocks of tokens: a token sees its own block and all earlier ones of its document."""
