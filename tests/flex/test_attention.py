@@ -210,6 +210,9 @@ WRONG = {
     "block_mask has heads 2; it must be 1 or 4": lambda q, k, v: flashlane.flex_attention(
         q, k, v, block_mask=flashlane.create_block_mask(lambda b, h, i, j: i >= j, None, 2, 10, 10, "cpu")
     ),
+    r"kv_num_blocks has shape \(4, 1\); it must be \(batch": lambda q, k, v: flashlane.flex_attention(
+        q, k, v, block_mask=_of_lists([torch.ones(4, 1).int(), torch.zeros(4, 1, 1).int()], (10, 10))
+    ),
     "query has shape": lambda q, k, v: flashlane.flex_attention(q[0], k, v),
     r"query has shape \(1, 4, 10, 0\): its head dim is 0; it must be at": lambda q, k, v: flashlane.flex_attention(
         q[..., :0], k[..., :0], v

@@ -280,6 +280,11 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
         )
     for name in ("kv_num_blocks", "full_kv_num_blocks"):
         counts, size = getattr(block_mask, name), block_mask.BLOCK_SIZE[0]
+        if counts is not None and counts.ndim != 3:
+            raise ValueError(
+                f"block_mask: {name} has shape {tuple(counts.shape)}; it must be (batch or 1, heads or 1, rows of "
+                f"blocks)"
+            )
         if counts is not None and counts.shape[-1] < -(-rows // size):
             raise ValueError(
                 f"block_mask: {name} has {counts.shape[-1]} rows of blocks; {rows} queries in blocks of {size} have "
