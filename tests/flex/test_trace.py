@@ -489,3 +489,43 @@ def test_threads_translate_functions_at_the_same_time() -> None:
     distance = places(SIZES)["q"] - places(SIZES)["kv"]
     for number, result in enumerate(results, 2):
         torch.testing.assert_close(result, score * number + distance * (number + 0.5))
+
+
+class OfALibrary(torch.nn.Parameter):
+    """A parameter with a method of a library."""
+
+
+class OfAnother(torch.Tensor):
+    """A tensor whose results have its class, too."""
+
+
+class WithItsOwn(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("kind", [OfALibrary, OfAnother])
+def test_a_captured_tensor_of_a_subclass_is_read_and_has_its_gradient(
+    kind: type[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bind_module, "_traced", {})
+    bias = torch.randn(2, 6, dtype=torch.float64)
+    plain, held = bias.clone().requires_grad_(), bias.clone().as_subclass(kind).requires_grad_()
+    q = torch.randn(1, 2, 6, 8, dtype=torch.float64)
+    grads = []
+    for each in (plain, held, held):
+
+        def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any, each: torch.Tensor = each) -> Any:
+            return score + each.exp()[h, i] * each[0, j]
+
+        out = flashlane.flex_attention(q, q, q, score_mod)
+        grads += torch.autograd.grad((out * q).sum(), each)
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    assert len(bind_module._traced) == 2
+
+
+def test_a_captured_tensor_whose_class_has_functions_of_its_own_is_refused() -> None:
+    bias = torch.randn(6).as_subclass(WithItsOwn)
+    with pytest.raises(NotImplementedError, match=r"captures a tensor of the class WithItsOwn.*as_subclass"):
+        bind(lambda score, b, h, q, kv: score + bias[q], None, CPU)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from flashlane.flex.fingerprint import SHAPES
 
@@ -21,6 +21,20 @@ _KINDS = {"dtype", "device", "layout", "requires_grad", "dim", "ndim", "element_
 _KINDS |= {"is_floating_point", "is_complex", "is_signed", "is_cuda", "is_cpu", "is_meta", "is_nested", "is_sparse"}
 _KINDS |= {"is_quantized", "result_type", "can_cast", "__setitem__"}
 """Those that give what the fingerprint of a function has of each tensor, or nothing."""
+_USUAL_FUNCTIONS = (vars(torch.Tensor)["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
+"""What a class of tensors has that leaves torch's functions as they are."""
+
+
+def _is_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that leaves torch's operators as they are."""
+    kind = type(tensor)
+    of_torch = kind in (torch.Tensor, torch.nn.Parameter)
+    return not of_torch and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _has_own_functions(tensor: torch.Tensor) -> bool:
+    function = type(tensor).__torch_function__
+    return getattr(function, "__func__", function) not in _USUAL_FUNCTIONS
 
 
 class Reads:
@@ -38,6 +52,8 @@ class Reads:
         """The last operator that it called."""
         self.gradients_off = False
         """Whether it is in a ``torch.no_grad()`` of its own."""
+        self.plain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the identity of a captured tensor of a subclass, that tensor, and the one that is traced in its place."""
 
     def seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, watched where it is called."""
@@ -45,6 +61,7 @@ class Reads:
 
         class OfFunctions(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                args, kwargs = pytree.tree_map_only(torch.Tensor, reads.traceable, (args, kwargs or {}))
                 name = getattr(func, "__name__", "")
                 reads.values |= name in _READING
                 if name == "_set_grad_enabled":  # of torch.no_grad, enable_grad and set_grad_enabled
@@ -53,13 +70,14 @@ class Reads:
                     return torch.ops.aten.index.Tensor(*parts)
                 if func in (torch.take, torch.Tensor.take) and len(args) == 2:  # by an i32 index, too
                     return args[0].reshape(-1)[args[1]]
-                found = func(*args, **(kwargs or {}))
+                found = func(*args, **kwargs)
                 reads.note(func, args, found)
                 return found
 
         class OfOperators(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 reads.last = str(func)
+                pytree.tree_map_only(torch.Tensor, reads.refuse_own_functions, (args, kwargs or {}))
                 reads.values |= getattr(func, "name", str)().split(".")[0] in _READING_OPERATORS
                 found = func(*args, **(kwargs or {}))
                 return reads.without_gradients(func, args, found) if reads.are_gradients_off() else found
@@ -69,6 +87,31 @@ class Reads:
                 return function(*arguments)
 
         return watched
+
+    def traceable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a plain one of its elements if its class is a subclass, which torch's tracing does not take.
+
+        Classes that have functions of their own stay: a plain tensor would not do what they do.
+        """
+        if not _is_subclass(tensor) or _has_own_functions(tensor):
+            return tensor
+        if id(tensor) not in self.plain:
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                plain = tensor.detach().as_subclass(torch.Tensor).requires_grad_(tensor.requires_grad)
+            self.plain[id(tensor)] = tensor, plain
+        return self.plain[id(tensor)][1]
+
+    def refuse_own_functions(self, tensor: torch.Tensor) -> None:
+        """Raise a NotImplementedError for an operand whose class has functions of its own."""
+        if _is_subclass(tensor) and _has_own_functions(tensor):
+            raise NotImplementedError(
+                f"{self.kind} captures a tensor of the class {type(tensor).__qualname__}, whose __torch_function__ is "
+                "its own; t.as_subclass(torch.Tensor), made before the call, is one that programs read"
+            )
+
+    def captured(self, leaf: torch.Tensor) -> torch.Tensor:
+        """The tensor that the function captures, of which a leaf of its graph is the plain one."""
+        return next((tensor for tensor, plain in self.plain.values() if plain is leaf), leaf)
 
     def note(self, func: Any, args: Sequence[Any], found: Any) -> None:
         """Note a call of the function whose result is no tensor: what it is may be part of the translation."""

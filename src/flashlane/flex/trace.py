@@ -102,7 +102,8 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
         graph = _graph(called, examples, kind, reads)
     found = _Translation(graph, names, kind, score_type, device).traced()
     of_this = reads.values or reads.others
-    return replace(found, reads_values=of_this, of_layouts=found.of_layouts or reads.layouts)
+    leaves = tuple(map(reads.captured, found.leaves))
+    return replace(found, leaves=leaves, reads_values=of_this, of_layouts=found.of_layouts or reads.layouts)
 
 
 def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, reads: Reads) -> torch.fx.GraphModule:
