@@ -118,6 +118,19 @@ def test_what_is_not_run_raises_or_goes_to_torch(
         integration.enable(otherwise="never")
 
 
+@pytest.mark.parametrize("types", [(torch.float32, torch.bfloat16), (torch.float8_e4m3fn, torch.float8_e4m3fn)])
+def test_types_that_flashlane_does_not_take_go_to_torch(
+    types: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (t.detach().to(types[i > 0]) for i, t in enumerate(tensors()))
+    monkeypatch.setattr(attention, "torch_function", lambda device: lambda *a, **k: [t.dtype for t in a[:3]])
+    with integration.enabled(otherwise="torch"):
+        assert torch_flex.flex_attention(q, k, v) == [types[0], types[1], types[1]]
+    for otherwise in ("raise", "reference"):
+        with integration.enabled(otherwise=otherwise), pytest.raises(TypeError, match="has dtype"):
+            torch_flex.flex_attention(q, k, v)
+
+
 def test_under_torch_compile() -> None:
     q, k, v = (t.detach() for t in tensors())
     with integration.enabled():

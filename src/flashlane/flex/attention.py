@@ -173,6 +173,12 @@ def _attend(
         return by_torch()
     given = query, key, value
     query, key, value = map(autocast, given)  # as torch's function, which casts f16 and bf16 tensors, too
+    if otherwise == "torch":
+        try:
+            _check_dtypes(query, key, value)
+        except TypeError as error:
+            _log.debug("flex_attention runs torch's own function: %s", error)
+            return by_torch()
     check(query, key, value, block_mask, enable_gqa)
     given_mask, given_scale = block_mask, scale
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else check_number("scale", scale)
@@ -242,9 +248,8 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
     """
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_strided(name, t)
-        check_dtype(name, t.dtype)
-        if t.dtype != query.dtype:
-            raise TypeError(f"{name} has dtype {t.dtype} and query has {query.dtype}; they must be equal")
+    _check_dtypes(query, key, value)
+    for name, t in (("query", query), ("key", key), ("value", value)):
         if t.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be (batch, heads, length, head dim)")
         for axis, what in ((1, "number of heads"), (3, "head dim")):
@@ -293,6 +298,14 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
     for i, (name, size) in enumerate((("batch size", batch), ("heads", heads))):
         if block_mask.kv_num_blocks.shape[i] not in (1, size):
             raise ValueError(f"block_mask has {name} {block_mask.kv_num_blocks.shape[i]}; it must be 1 or {size}")
+
+
+def _check_dtypes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise a TypeError for types that only torch's function may take: f8, and several in one call."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        check_dtype(name, t.dtype)
+        if t.dtype != query.dtype:
+            raise TypeError(f"{name} has dtype {t.dtype} and query has {query.dtype}; they must be equal")
 
 
 def _kernels(

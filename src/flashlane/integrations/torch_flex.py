@@ -33,7 +33,7 @@ def enable(*, otherwise: str = "raise") -> None:
     Args:
         otherwise: what a call does whose function cannot be translated, or whose device has no kernel: ``raise`` an
             error, run ``torch``'s own function, or run the ``reference`` (torch operations in tiles, for functions that
-            can be translated).
+            can be translated). ``torch`` also runs calls of f8 tensors, and of several types.
 
     Raises:
         ValueError: ``otherwise`` is none of these.
