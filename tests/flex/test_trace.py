@@ -153,6 +153,8 @@ def test_what_cannot_be_translated_is_named(name: str) -> None:
 
 
 def test_a_result_that_is_no_scalar_is_named() -> None:
+    with pytest.raises(TypeError, match="score_mod returned None; it must return a scalar tensor"):
+        bind(lambda *_: None, None, CPU)
     with pytest.raises(TypeError, match=r"score_mod returned a tensor of shape \(4, 5\)"):
         bind(lambda score, b, h, q, kv: _table * score, None, CPU)
 

@@ -17,6 +17,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from flashlane.core.arch import no_autocast
+from flashlane.core.validate import kind_of
 from flashlane.flex import aten, in_place, rows
 from flashlane.flex.expression import Expression, cast, input, is_constant, make
 from flashlane.flex.integer_range import SMALL
@@ -93,8 +94,9 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
         if isinstance(result, (bool, int, float)):
             result = torch.full((), result, device=device)
         if not isinstance(result, torch.Tensor) or result.ndim:
-            what = f"of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-            raise TypeError(f"{kind} returned a tensor {what}; it must return a scalar tensor")
+            of_shape = isinstance(result, torch.Tensor)
+            what = f"a tensor of shape {tuple(result.shape)}" if of_shape else kind_of(result)
+            raise TypeError(f"{kind} returned {what}; it must return a scalar tensor")
         _refuse_own_gradients(result, kind)
         return result
 
