@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
@@ -146,3 +147,15 @@ def test_a_gradient_of_any_tensor_of_an_append_is_an_error(name: str) -> None:
         out.sum().backward()
     with torch.no_grad():
         assert not appended(**{name: t}).requires_grad
+
+
+def test_batches_of_any_size_append_by_one_graph() -> None:
+    """Each size had a graph of its own, as the text of an error had its number; the limit of graphs ended the call."""
+    counter = CompileCounter()
+    step = torch.compile(append, backend=counter, fullgraph=True, dynamic=True)
+    for batch in (3, 5, 6):
+        q, new = torch.randn(batch, 1, 4, 8), torch.randn(batch, 1, 2, 8)
+        caches, lengths = torch.zeros(2, batch, 10, 2, 8), torch.randint(0, 9, (batch,), dtype=torch.int32)
+        expected = append(q, *caches.clone(), new, lengths)
+        torch.testing.assert_close(step(q, *caches, new, lengths), expected)
+    assert counter.frame_count == 1

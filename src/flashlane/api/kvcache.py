@@ -22,7 +22,7 @@ from flashlane.core.problem import Inputs, tensors_of
 from flashlane.core.validate import (
     axes_of,
     check_flag,
-    check_indices,
+    check_one_each,
     check_sizes,
     check_splits,
     check_strided,
@@ -338,8 +338,7 @@ def _check_new(inputs: Inputs, k: Any, v: Any, cos: Any, sin: Any, capacity: int
             raise ValueError(f"{name} was made under torch.inference_mode; outside of it nothing may be appended to it")
     if seqused is None:
         raise ValueError("cache_seqlens is None and k is given; it must say where the new rows go")
-    shape = f"(batch,), ({q.shape[0]},)"
-    check_indices("cache_seqlens", seqused, shape, lambda found: tuple(found) == (q.shape[0],), q)
+    check_one_each("cache_seqlens", seqused, q.shape[0], q)
     for name, t, cache in (("k", k, inputs.k), ("v", v, inputs.v)):
         shape = (q.shape[0], k.shape[1] if name == "v" else "seqlen_new", *cache.shape[2:])
         _check_tensor(name, t, (q.dtype,), q)

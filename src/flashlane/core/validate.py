@@ -226,19 +226,29 @@ def check_results(
             raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must agree")
 
 
-def check_indices(name: str, t: Any, shape: str, fits: Callable[[torch.Size], bool], q: torch.Tensor) -> None:
-    """A tensor of indices as kernels read it: int32, contiguous, on the device of q."""
+def check_indices(
+    name: str, t: Any, shape: Callable[[], str], fits: Callable[[torch.Size], bool], q: torch.Tensor
+) -> None:
+    """A tensor of indices as kernels read it: int32, contiguous, on the device of q.
+
+    ``shape`` gives the text of an error only: torch.compile makes a constant of a symbol that is formatted.
+    """
     if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} is {kind_of(t)}; it must be an int32 torch.Tensor of shape {shape}")
+        raise TypeError(f"{name} is {kind_of(t)}; it must be an int32 torch.Tensor of shape {shape()}")
     check_strided(name, t)
     if t.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {t.dtype}; it must be torch.int32")
     if not fits(t.shape):
-        raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {shape}")
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {shape()}")
     if t.device != q.device:
         raise ValueError(f"{name} is on {t.device} and q is on {q.device}; they must agree")
     if not t.is_contiguous():
         raise ValueError(f"{name} has strides {t.stride()}; it must be contiguous")
+
+
+def check_one_each(name: str, t: Any, batch: int, q: torch.Tensor) -> None:
+    """:func:`check_indices` of one number for each sequence."""
+    check_indices(name, t, lambda: f"(batch,), ({batch},)", lambda found: tuple(found) == (batch,), q)
 
 
 def check_cu_seqlens(name: str, cu: Any, q: torch.Tensor) -> int:
@@ -247,7 +257,8 @@ def check_cu_seqlens(name: str, cu: Any, q: torch.Tensor) -> int:
     Returns:
         The number of sequences.
     """
-    check_indices(name, cu, "(batch + 1,) with batch >= 1", lambda found: len(found) == 1 and found[0] >= 2, q)
+    shape = "(batch + 1,) with batch >= 1"
+    check_indices(name, cu, lambda: shape, lambda found: len(found) == 1 and found[0] >= 2, q)
     return cu.numel() - 1
 
 
@@ -345,12 +356,17 @@ def check_cache(inputs: Inputs, batch: int, varlen: bool, contents: bool = True)
     for name, t in indices.items():
         if varlen:
             raise ValueError(f"{name} is given with cu_seqlens_k, which gives the lengths; only one of them may be")
-        check_indices(name, t, f"(batch,), ({batch},)", lambda shape: tuple(shape) == (batch,), q)
+        check_one_each(name, t, batch, q)
     if table is not None:
         if inputs.batch_idx is not None:
             raise ValueError("batch_idx is given with block_table, which says where sequences lie; give one of them")
-        shape = f"(batch, pages) with batch {batch} and at least one page"
-        check_indices("block_table", table, shape, lambda found: len(found) == 2 and found[0] == batch and found[1], q)
+        check_indices(
+            "block_table",
+            table,
+            lambda: f"(batch, pages) with batch {batch} and at least one page",
+            lambda found: len(found) == 2 and found[0] == batch and found[1],
+            q,
+        )
     capacity = k.shape[1] if table is None else table.shape[1] * k.shape[1]
     if table is not None and type(capacity) is int and capacity > MAX_SIZE:
         raise ValueError(
