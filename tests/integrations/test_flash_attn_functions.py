@@ -486,6 +486,22 @@ def test_values_beside_their_keys_are_not_copied() -> None:
     assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(out.sum(), (k, v)))
 
 
+@pytest.mark.parametrize("order", ["apart", "v first", "k first"])
+def test_queries_against_the_values_are_compiled_and_transformed(order: str) -> None:
+    """What is traced or transformed has no address, which says whether keys and values are neighbours."""
+    q, qv = torch.randn(2, 5, 3, 8, dtype=torch.float64), torch.randn(2, 5, 3, 16, dtype=torch.float64)
+    k, v = latent(order, 2, 7)
+
+    def call(*given: torch.Tensor) -> torch.Tensor:
+        return fa3.flash_attn_func(*given[:3], qv=given[3], causal=True)
+
+    want = call(q, k, v, qv)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, qv), want)
+    each = torch.vmap(lambda *given: call(*(t[None] for t in given))[0])
+    torch.testing.assert_close(each(q, k, v, qv), want)
+
+
 def test_queries_against_the_values_that_cannot_be() -> None:
     q, qv, (k, v) = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 16), latent("apart", 1, 7)
     with pytest.raises(ValueError, match=r"qv has shape \(1, 2, 3, 8\); with this q and v it must be \(1, 2, 3, 16\)"):

@@ -2,7 +2,7 @@
 
 That is attention whose queries are q and qv concatenated along the head dim, and whose keys are k and v concatenated.
 Keys and values that are neighbours in one tensor, as in the cache of latent attention, are read in place; others are
-copied.
+copied, and so are all of a call that is traced or transformed, whose tensors have no address.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from flashlane.core.validate import check_dtype, check_strided
+from flashlane.ops.watched import holds_numbers, is_observed
 
 
 def joined(
@@ -46,6 +47,8 @@ def joined(
 
 def _view(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
     """Both as one view, if the rows of the second begin where those of the first end and neither needs a gradient."""
+    if is_observed() or not holds_numbers(first, second):
+        return None
     if first.requires_grad or second.requires_grad or first.dtype != second.dtype or first.device != second.device:
         return None
     together = first.stride() == second.stride() and first.stride(-1) == 1
