@@ -136,3 +136,46 @@ def test_a_gradient_over_a_cache_is_refused_and_not_left_out(packed: bool) -> No
     out = fa3.flash_attn_with_kvcache(q[0] if packed else q, cache, cache, cache_seqlens=7, **given)
     with pytest.raises(NotImplementedError, match="has no gradients"):
         out.sum().backward()
+
+
+EXPORTED: dict[str, tuple[Any, tuple[tuple[int, ...], ...], tuple[dict[int, str], ...]]] = {
+    "padded": (
+        lambda q, k, used: fa4.flash_attn_varlen_func(q, k, k, seqused_q=used, seqused_k=used)[0],
+        ((5, 4, 8), (7, 2, 8)),
+        ({0: "batch", 1: "rows"}, {0: "batch", 1: "keys"}, {0: "batch"}),
+    ),
+    "packed": (
+        lambda q, k, used: fa3.flash_attn_varlen_func(
+            q.flatten(0, 1),
+            k.flatten(0, 1),
+            k.flatten(0, 1),
+            torch.arange(q.shape[0] + 1, dtype=torch.int32) * q.shape[1],
+            torch.arange(q.shape[0] + 1, dtype=torch.int32) * k.shape[1],
+            9,
+            9,
+            seqused_q=used,
+            seqused_k=used,
+        ),
+        ((5, 4, 8), (7, 2, 8)),
+        ({0: "batch", 1: "rows"}, {0: "batch", 1: "keys"}, {0: "batch"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("form", EXPORTED)
+def test_sequences_with_rows_in_use_are_exported_for_any_batch(form: str, strict: bool) -> None:
+    """``len`` of a tensor is a number, which made a constant of the batch."""
+    function, shapes, axes = EXPORTED[form]
+    module = torch.nn.Module()
+    module.forward = function
+    sizes = {name: torch.export.Dim(name, max=64) for name in ("batch", "rows", "keys")}
+
+    def drawn(batch: int) -> tuple[torch.Tensor, ...]:
+        return *(torch.randn(batch, *shape) for shape in shapes), torch.randint(0, 6, (batch,), dtype=torch.int32)
+
+    dynamic = tuple({axis: sizes[name] for axis, name in each.items()} for each in axes)
+    exported = torch.export.export(module, drawn(3), dynamic_shapes=dynamic, strict=strict).module()
+    for batch in (3, 5):
+        given = drawn(batch)
+        torch.testing.assert_close(exported(*given), function(*given))

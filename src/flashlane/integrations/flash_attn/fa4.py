@@ -188,7 +188,7 @@ def get_scheduler_metadata(
 def _longest(name: str, t: torch.Tensor, longest: int | None, cu_seqlens: torch.Tensor | None) -> int | None:
     """The length of the longest sequence: of packed ones at most all rows."""
     check_strided(name, t)
-    return longest if longest is not None or cu_seqlens is None or not t.dim() else len(t)
+    return longest if longest is not None or cu_seqlens is None or not t.dim() else t.shape[0]
 
 
 def _result(

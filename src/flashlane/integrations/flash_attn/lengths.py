@@ -133,7 +133,7 @@ def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor
         starts, longest = cu[:-1], whole_number(longest)
     cu_packed = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
     rows = torch.arange(total, device=device, dtype=torch.int32)
-    last = len(used) - 1
+    last = used.shape[0] - 1
     of = torch.bucketize(rows, cu_packed[1:], right=True).clamp(max=last)
     source = (starts[of] + rows - cu_packed[of]).clamp(0, max(0, total - 1))
     of = torch.bucketize(rows, starts, right=True).sub_(1).clamp(min=0)
@@ -149,10 +149,10 @@ def _check_rows_in_use(name: str, t: torch.Tensor, cu: torch.Tensor | None, used
         check_used(argument, used, t.shape[0], t, t.shape[1], f"the rows of {name}")
         return
     check_cu_seqlens(f"cu_seqlens_{name}", contiguous(cu), t)
-    check_used(argument, used, len(cu) - 1, t, _longest(f"max_seqlen_{name}", longest), f"max_seqlen_{name}")
+    check_used(argument, used, cu.shape[0] - 1, t, _longest(f"max_seqlen_{name}", longest), f"max_seqlen_{name}")
     if readable(cu):
-        check_starts(f"cu_seqlens_{name}", cu, len(t), name)
-        check_used(argument, used, len(cu) - 1, t, cu.diff(), f"the rows of cu_seqlens_{name}")
+        check_starts(f"cu_seqlens_{name}", cu, t.shape[0], name)
+        check_used(argument, used, cu.shape[0] - 1, t, cu.diff(), f"the rows of cu_seqlens_{name}")
 
 
 def _longest(name: str, longest: Any) -> Any:
@@ -207,7 +207,7 @@ def attend(
         out, lse = _over_pages(queries, rows, k, v, seqused_k, page_table, max_seqlen_k, **options)
     else:
         keys = side("k", k, cu_seqlens_k, seqused_k, max_seqlen_k)
-        counts = [len(each.cu_seqlens) - 1 for each in (queries, keys)]
+        counts = [each.cu_seqlens.shape[0] - 1 for each in (queries, keys)]
         if counts[0] != counts[1]:
             raise ValueError(f"k has {counts[1]} sequences and q has {counts[0]}; they must have as many")
         lengths = (queries.cu_seqlens, keys.cu_seqlens, queries.longest, keys.longest)
@@ -231,7 +231,8 @@ def _over_pages(
     longest = page_table.shape[1] * k.shape[1]
     if max_seqlen_k is not None:
         longest = min(longest, _longest("max_seqlen_k", max_seqlen_k))
-        check_used("seqused_k", seqused_k, len(seqused_k), rows, longest, "the smaller of max_seqlen_k and the pages")
+        why = "the smaller of max_seqlen_k and the pages"
+        check_used("seqused_k", seqused_k, seqused_k.shape[0], rows, longest, why)
     cu_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
     lengths = {"cu_seqlens_q": queries.cu_seqlens, "cu_seqlens_k": cu_k, "block_table": page_table}
     longest_of = {"max_seqlen_q": queries.longest, "max_seqlen_k": longest}

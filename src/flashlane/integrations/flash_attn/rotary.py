@@ -59,7 +59,7 @@ def apply_rotary_emb(
         turned = rotate(x, cos, sin, offsets + rows, interleaved=interleaved)
     else:
         rows = torch.arange(x.shape[0], device=x.device)
-        sequence = torch.bucketize(rows, cu_seqlens[1:], right=True).clamp(max=len(cu_seqlens) - 2)
+        sequence = torch.bucketize(rows, cu_seqlens[1:], right=True).clamp(max=cu_seqlens.shape[0] - 2)
         offsets = seqlen_offsets[sequence] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
         turned = rotate(x[None], cos, sin, offsets + rows - cu_seqlens[sequence], interleaved=interleaved)[0]
     return x.copy_(turned) if inplace else turned
@@ -145,7 +145,7 @@ class RotaryEmbedding(torch.nn.Module):
     def tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """cos and sin of q, then of k, each ``(positions, dim / 2)`` for at least ``seqlen`` positions."""
         kept = self._tables
-        if kept is not None and kept[0].device == device and kept[0].dtype == dtype and len(kept[0]) >= seqlen:
+        if kept is not None and kept[0].device == device and kept[0].dtype == dtype and kept[0].shape[0] >= seqlen:
             if not (self.training and kept[0].is_inference()):
                 return kept
         # In f32 even where the model is not: positions are large.
@@ -203,10 +203,10 @@ def _check_x(x: Any, cu_seqlens: Any) -> None:
         return
     check_strided("cu_seqlens", cu_seqlens)
     _check_whole("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (batch + 1,) with batch >= 1")
     if readable(cu_seqlens):
-        check_starts("cu_seqlens", cu_seqlens, len(x), "x")
+        check_starts("cu_seqlens", cu_seqlens, x.shape[0], "x")
 
 
 def _check_whole(name: str, t: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ def _check_tables(cos: Any, sin: Any, x: torch.Tensor) -> None:
 
 def _check_offsets(offsets: Offsets, x: torch.Tensor, cos: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
     """Check the kind of ``seqlen_offsets``, and that all positions are in the tables where that can be read."""
-    batch = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if isinstance(offsets, torch.Tensor):
         _check_whole("seqlen_offsets", offsets)
         if tuple(offsets.shape) != (batch,):
@@ -250,5 +250,5 @@ def _check_offsets(offsets: Offsets, x: torch.Tensor, cos: torch.Tensor, cu_seql
     rows = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
     ends = offsets + rows
     last = int(ends.max()) if isinstance(ends, torch.Tensor) else ends
-    if last > len(cos):
-        raise ValueError(f"cos has {len(cos)} positions; it must have at least {last}, seqlen_offsets + seqlen")
+    if last > cos.shape[0]:
+        raise ValueError(f"cos has {cos.shape[0]} positions; it must have at least {last}, seqlen_offsets + seqlen")
