@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,6 +54,30 @@ def test_private_forward_and_backward_are_the_public_ones(varlen: bool, p: float
     some = torch.empty_like(k)
     backward(do, q, k, v, got, got_lse, None, some, None, *lengths, *private, False, state)
     assert torch.equal(some, grads[1])
+
+
+def forward_and_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> tuple[Any, ...]:
+    """Output, LSE and S_dmask, and the gradients, by the private functions."""
+    options = (0.3, 0.25, True, 6, 0, 4.0, None)
+    out, lse, probabilities, state = fa2._flash_attn_forward(q, k, v, *options, True)
+    gradients = [torch.empty_like(t) for t in (q, k, v)]
+    fa2._flash_attn_backward(do, q, k, v, out, lse, *gradients, *options, False, state)
+    return out, lse, probabilities, *gradients
+
+
+def test_private_functions_are_compiled_and_transformed() -> None:
+    """S_dmask too: what is traced or transformed has no address and no numbers."""
+    q, k, v, do = torch.randn(4, 3, 2, 7, 4, 16)
+
+    def seeded(call: Callable[..., Any], *given: torch.Tensor) -> Any:
+        torch.manual_seed(5)
+        return call(*given)
+
+    each = [seeded(forward_and_gradients, *given) for given in zip(q, k, v, do, strict=True)]
+    compiled = torch.compile(forward_and_gradients, backend="eager", fullgraph=True)
+    torch.testing.assert_close(seeded(compiled, q[0], k[0], v[0], do[0]), each[0])
+    mapped = seeded(torch.vmap(forward_and_gradients, randomness="same"), q, k, v, do)
+    torch.testing.assert_close(mapped, tuple(map(torch.stack, zip(*each, strict=True))))
 
 
 def test_private_functions_refuse_what_they_cannot() -> None:

@@ -6,13 +6,16 @@ and ``normalize_flash_attn_S``, which undo what is described here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from flashlane.core.arch import compute_dtype, no_autocast
-from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.core.validate import holds_nothing
+from flashlane.core.arch import autocast, compute_dtype, no_autocast
+from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
+from flashlane.ops import call as ops
+from flashlane.ops import schema, torch_rules
 from flashlane.reference.masks import SequenceBatch, sequence_batches, tiles
 from flashlane.reference.score import scores_of
 
@@ -36,22 +39,43 @@ def block_of_keys(head_dim: int, dropout: bool, causal: bool, arch: str | None) 
 
 
 @torch.no_grad()
-def signed_probabilities(problem: AttentionProblem, inputs: Inputs) -> torch.Tensor:
+def signed_probabilities(inputs: Inputs, names: Mapping[str, str], options: CallOptions) -> torch.Tensor:
     """S_dmask of a call: ``exp(score − m)``, negative where dropout drops it.
 
     m is the maximum of the row's scores from the key's block (:func:`block_of_keys`) to the last one, as keys are
     walked backwards; ``exp(m − lse)`` makes probabilities of it. Hidden pairs are 0.
 
+    Args:
+        inputs: the tensors; with dropout also its seed.
+        names: what the caller calls arguments, for errors.
+        options: everything else.
+
     Returns:
         ``(b, h, sq, sk)`` in the dtype of q, both lengths rounded up to 128 (varlen: the longest ones); of varlen,
         each sequence in the top-left corner of its own matrix.
     """
-    if inputs.q.dtype != problem.dtype:  # under autocast
-        inputs = replace(inputs, q=inputs.q.to(problem.dtype), k=inputs.k.to(problem.dtype))
-    lengths = (-(-n // ROUND_TO) * ROUND_TO for n in (problem.seqlen_q, problem.seqlen_k))
-    result = inputs.q.new_zeros((problem.batch, problem.heads, *lengths))
-    if problem.varlen and holds_nothing(inputs.cu_seqlens_q):
-        return result  # without the lengths there is nothing but its shape
+    q, k, v = map(autocast, (inputs.q, inputs.k, inputs.v))
+    inputs = replace(inputs, q=q, k=k, v=v)
+    return torch.ops.flashlane.attn_probs(*ops.operands_of(inputs, names, options, False))
+
+
+_library = torch.library.Library("flashlane", "FRAGMENT")
+_library.define(f"attn_probs({schema.declaration()}) -> Tensor")
+
+
+def _zeros(inputs: Inputs) -> torch.Tensor:
+    q, packed = inputs.q, inputs.cu_seqlens_q is not None
+    batch = inputs.cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
+    lengths = (inputs.max_seqlen_q, inputs.max_seqlen_k) if packed else (q.shape[1], inputs.k.shape[1])
+    return q.new_zeros((batch, q.shape[-2], *(-(-n // ROUND_TO) * ROUND_TO for n in lengths)))
+
+
+@torch.no_grad()
+def _attn_probs(*args: Any) -> torch.Tensor:
+    args = schema.with_defaults(args)
+    inputs = schema.inputs_of(args)
+    problem = AttentionProblem.from_inputs(inputs, schema.options_of(args))
+    result = _zeros(inputs)
     block = block_of_keys(problem.head_dim, problem.dropout_p > 0, problem.causal, problem.arch)
     with no_autocast(inputs.q.device):
         for sequences in sequence_batches(problem, inputs):
@@ -63,6 +87,20 @@ def signed_probabilities(problem: AttentionProblem, inputs: Inputs) -> torch.Ten
                 values = _rows(sequences, problem, inputs, rows, block)
                 target[:, :, :, rows.start : rows.stop, : band.seqlen_k] = values
     return result
+
+
+def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[torch.Tensor, int]:
+    (result,), (dim,) = torch_rules.one_by_one(
+        lambda *each: (torch.ops.flashlane.attn_probs(*each),), info.batch_size, in_dims, args
+    )
+    return result, dim
+
+
+_library.impl("attn_probs", _attn_probs, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "flashlane::attn_probs", lambda *args: _zeros(schema.inputs_of(schema.with_defaults(args))), lib=_library
+)
+torch.library.register_vmap("flashlane::attn_probs", _vmap, lib=_library)
 
 
 def _rows(sequences: SequenceBatch, problem: AttentionProblem, inputs: Inputs, rows: range, block: int) -> torch.Tensor:

@@ -485,8 +485,7 @@ def _attend(inputs: Inputs, tag_and_options: tuple[Any, ...], return_lse: bool, 
             return out, lse, out.new_empty(0)
         from flashlane.api import attn_probs
 
-        problem = ops.problem_of(inputs, names=_NAMES, **options._asdict())
-        return out, lse, attn_probs.signed_probabilities(problem, inputs)
+        return out, lse, attn_probs.signed_probabilities(inputs, _NAMES, options)
     return (out, lse) if return_lse else out
 
 

@@ -169,13 +169,33 @@ def _through_operator(inputs: Inputs, kernel: str | None, names: Mapping[str, st
     transform made of the tensors: so everything is checked here that needs no contents. Where sizes are symbols, they
     are left to the operator, as a comparison would fix them.
     """
+    operands = _checked_operands(inputs, kernel, names, options, wants_grad(inputs))
     if _compiling():
-        options = _check_kinds(inputs, names, options)
-        return torch.ops.flashlane.forward(*schema.operands(inputs, options, wants_grad(inputs), kernel))
+        return torch.ops.flashlane.forward(*operands)
     with errors_by(names):
-        _check_without_contents(inputs, options)
-        options = _check_kinds(inputs, {}, options)
-        return torch.ops.flashlane.forward(*schema.operands(inputs, options, wants_grad(inputs), kernel))
+        return torch.ops.flashlane.forward(*operands)
+
+
+def operands_of(
+    inputs: Inputs, names: Mapping[str, str] | None, options: CallOptions, needs_grad: bool
+) -> tuple[Any, ...]:
+    """All arguments of the torch operators for a call, checked as far as its tensors hold something to read.
+
+    Errors call the arguments by the caller's ``names``.
+    """
+    if is_watched(inputs):
+        return _checked_operands(inputs, None, names or {}, options, needs_grad)
+    return schema.operands(inputs, _checked(inputs, names, options).options, needs_grad, None)
+
+
+def _checked_operands(
+    inputs: Inputs, kernel: str | None, names: Mapping[str, str], options: CallOptions, needs_grad: bool
+) -> tuple[Any, ...]:
+    """All arguments of the torch operators, checked without a look at contents and, when compiling, at sizes."""
+    if not _compiling():
+        with errors_by(names):
+            _check_without_contents(inputs, options)
+    return schema.operands(inputs, _check_kinds(inputs, names, options), needs_grad, kernel)
 
 
 def _check_kinds(inputs: Inputs, names: Mapping[str, str], options: CallOptions) -> CallOptions:

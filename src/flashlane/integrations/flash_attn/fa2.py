@@ -29,7 +29,6 @@ from flashlane.core.problem import CallOptions, Inputs
 from flashlane.core.validate import check_cu_seqlens, check_results, check_strided, contiguous, whole_number
 from flashlane.integrations.flash_attn.lengths import check_used
 from flashlane.ops import call as ops
-from flashlane.ops import schema
 
 __all__ = [
     "USE_TRITON_ROCM",
@@ -54,7 +53,7 @@ PACKAGE = [name for name in __all__ if name.startswith("flash_attn_")]
 """The names of the package ``flash_attn`` itself."""
 
 USE_TRITON_ROCM = False
-_NAMES = {"scale": "softmax_scale"}
+_NAMES = {"scale": "softmax_scale", "dropout_seed": "rng_state"}
 Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -229,7 +228,7 @@ def _forward(inputs: Inputs, options: CallOptions, return_softmax: bool) -> Forw
     out, lse = ops.check_and_run(inputs, None, _NAMES, options)
     probabilities = q.new_empty(0)
     if return_softmax and options.dropout_p:
-        probabilities = signed_probabilities(ops.problem_of(inputs, names=_NAMES, **options._asdict()), inputs)
+        probabilities = signed_probabilities(inputs, _NAMES, options)
     return out, lse, probabilities, q.new_zeros(1, dtype=torch.int64) if seed is None else seed
 
 
@@ -242,7 +241,7 @@ def _backward(
     lse: torch.Tensor,
     into: tuple[torch.Tensor | None, ...],
 ) -> None:
-    problem = ops.problem_of(inputs, names=_NAMES, **options._asdict())
+    operands = ops.operands_of(inputs, _NAMES, options, True)
     with ops.errors_by({"do": "dout", "lse": "softmax_lse"}):
         check_results(inputs, out, lse, dout)
     for name, target, like in zip(("dq", "dk", "dv"), into, (inputs.q, inputs.k, inputs.v), strict=True):
@@ -250,7 +249,6 @@ def _backward(
             check_strided(name, target)
             if target.shape != like.shape:
                 raise ValueError(f"{name} has shape {tuple(target.shape)}; it must be {tuple(like.shape)}, or None")
-    operands = schema.operands(inputs, problem.options, True, None)
     found = torch.ops.flashlane.backward(out, lse, dout, None, False, *operands)
     for target, gradient in zip(into, found, strict=False):
         if target is not None:
