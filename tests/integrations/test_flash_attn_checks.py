@@ -143,6 +143,8 @@ def test_queries_against_values_have_one_dtype_and_device(kind: Any, message: st
         ({"dout": 1.0}, TypeError, "dout is a float; it must be a torch.Tensor"),
         ({"dout": QV.to("meta")}, ValueError, "dout is on meta and q is on cpu"),
         ({"dk": torch.zeros(1)}, ValueError, "dk has shape (1,); it must be"),
+        ({"dk": torch.zeros(2, 6, 2, 8).int()}, TypeError, "dk has dtype torch.int32; it may be one of"),
+        ({"dq": torch.zeros(2, 5, 4, 8, device="meta")}, ValueError, "dq is on meta and q is on cpu"),
         ({"causal": None}, TypeError, "causal is None; it must be True or False"),
         ({"causal": 2.5}, TypeError, "causal is 2.5; it must be True or False"),
         ({"softmax_scale": "x"}, TypeError, "softmax_scale is 'x'; it must be a number"),
@@ -320,12 +322,74 @@ TABLES = torch.randn(12, 4), torch.randn(12, 4)
             "cu_seqlens is [1, 5]; it must start at 0, never fall, end by 5 (the total of x)",
             {"x": ROWS_Q, "cu_seqlens": ints(1, 5)},
         ),
+        (TypeError, "interleaved is 'no'; it must be True or False", {"interleaved": "no"}),
+        (TypeError, "inplace is 'no'; it must be True or False", {"inplace": "no"}),
+        (ValueError, "cos is on meta and x is on cpu; they must agree", {"cos": TABLES[0].to("meta")}),
+        (ValueError, "seqlen_offsets is on meta and x is on", {"seqlen_offsets": ints(1, 2).to("meta")}),
+        (TypeError, "seqlen_offsets has layout torch.sparse_coo", {"seqlen_offsets": ints(1, 2).to_sparse()}),
+        (ValueError, "cos has 12 positions; it must have at least 2147", {"seqlen_offsets": ints(0, 2**31 - 1)}),
+        (
+            ValueError,
+            "cos has 12 positions; it must have at least 1180591620717411303429",
+            {"x": ROWS_Q, "cu_seqlens": ints(0, 5), "seqlen_offsets": 2**70},
+        ),
     ],
     ids=words_of,
 )
 def test_what_is_not_rotated_is_named(kind: Any, message: str, given: dict[str, Any]) -> None:
     with pytest.raises(kind, match="^" + re.escape(message)):
         rotary.apply_rotary_emb(**{"x": Q, "cos": TABLES[0], "sin": TABLES[1], **given})
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "given"),
+    [
+        (TypeError, "qkv has dtype torch.int64", {"qkv": torch.ones(2, 5, 3, 4, 8).long()}),
+        (ValueError, "cos_k has shape (12, 5); it must be", {"cos_k": torch.randn(12, 5)}),
+        (ValueError, "sin_k has shape (12, 3); it must be", {"sin_k": torch.randn(12, 3)}),
+        (ValueError, "cos_k has 3 positions", {"cos_k": TABLES[0][:3], "sin_k": TABLES[1][:3]}),
+    ],
+    ids=words_of,
+)
+def test_q_is_not_rotated_where_k_cannot_be(kind: Any, message: str, given: dict[str, Any]) -> None:
+    qkv = given.get("qkv", torch.randn(2, 5, 3, 4, 8))
+    before = qkv.clone()
+    with pytest.raises(kind, match="^" + re.escape(message)):
+        rotary.apply_rotary_emb_qkv_(**{"qkv": qkv, "cos": TABLES[0], "sin": TABLES[1], **given})
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call"),
+    [
+        (ValueError, "v has shape (); it must have rank 4", lambda: fa3.flash_attn_func(Q, K, K.sum(), qv=QV)),
+        (ValueError, "k has head_dim 7 and q has 8", lambda: fa3.flash_attn_func(Q, K[..., :7], K, qv=QV)),
+        (
+            ValueError,
+            "q has shape (); without cu_seqlens_q it must have rank 4",
+            lambda: fa4.flash_attn_varlen_func(Q.sum(), K, K, seqused_k=ints(1, 2)),
+        ),
+        (
+            TypeError,
+            "seqused_k has layout torch.sparse_coo",
+            lambda: fa4.flash_attn_varlen_func(Q, K, K, seqused_k=ints(1, 2).to_sparse()),
+        ),
+        (
+            TypeError,
+            "out has dtype torch.int32; it may be one of",
+            lambda: fa3.flash_attn_combine(Q[None], Q[None].sum(-1), Q.int()),
+        ),
+        (
+            TypeError,
+            "out has layout torch.sparse_coo",
+            lambda: fa3.flash_attn_combine(Q[None], Q[None].sum(-1), Q.to_sparse()),
+        ),
+    ],
+    ids=words_of,
+)
+def test_other_ranks_layouts_and_dtypes_are_named(kind: Any, message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match="^" + re.escape(message)):
+        call()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])

@@ -26,7 +26,14 @@ from flashlane.api.functional import (
 from flashlane.api.kvcache import capacity_of
 from flashlane.core.arch import arch_of
 from flashlane.core.problem import CallOptions, Inputs
-from flashlane.core.validate import check_cu_seqlens, check_results, check_strided, contiguous, whole_number
+from flashlane.core.validate import (
+    check_cu_seqlens,
+    check_dtype,
+    check_results,
+    check_strided,
+    contiguous,
+    whole_number,
+)
 from flashlane.integrations.flash_attn.lengths import check_used
 from flashlane.ops import call as ops
 
@@ -247,6 +254,9 @@ def _backward(
     for name, target, like in zip(("dq", "dk", "dv"), into, (inputs.q, inputs.k, inputs.v), strict=True):
         if target is not None:
             check_strided(name, target)
+            check_dtype(name, target.dtype)
+            if target.device != like.device:
+                raise ValueError(f"{name} is on {target.device} and q is on {like.device}; they must agree")
             if target.shape != like.shape:
                 raise ValueError(f"{name} has shape {tuple(target.shape)}; it must be {tuple(like.shape)}, or None")
     found = torch.ops.flashlane.backward(out, lse, dout, None, False, *operands)

@@ -18,6 +18,7 @@ from flashlane.api.functional import by_callers_names
 from flashlane.api.kvcache import capacity_of, check_length
 from flashlane.core.validate import (
     check_cu_seqlens,
+    check_dtype,
     check_flag,
     check_splits,
     check_strided,
@@ -183,6 +184,8 @@ def _check_out(out: Any, out_partial: torch.Tensor, out_dtype: torch.dtype | Non
     shape = tuple(out_partial.shape[1:])
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is {kind_of(out)}; it must be a torch.Tensor of shape {shape}, or None")
+    check_strided("out", out)
+    check_dtype("out", out.dtype)
     if tuple(out.shape) != shape:
         raise ValueError(
             f"out has shape {tuple(out.shape)}; it must be {shape}, that of out_partial but its first axis"

@@ -82,6 +82,7 @@ def check_used(name: str, used: Any, batch: int, q: torch.Tensor, most: int | to
     """
     if not isinstance(used, torch.Tensor):
         raise TypeError(f"{name} is {kind_of(used)}; it must be an int32 torch.Tensor of shape ({batch},)")
+    check_strided(name, used)
     if used.dtype != torch.int32:
         raise TypeError(f"{name} has dtype {used.dtype}; it must be torch.int32")
     if tuple(used.shape) != (batch,):
@@ -110,10 +111,7 @@ def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor
     Raises:
         TypeError, ValueError: a length cannot be; the message names its argument.
     """
-    wanted = 4 if cu is None else 3
-    if t.dim() != wanted:
-        how = "without" if cu is None else "with"
-        raise ValueError(f"{name} has shape {tuple(t.shape)}; {how} cu_seqlens_{name} it must have rank {wanted}")
+    _check_rank(name, t, cu)
     if cu is not None and used is None:
         if longest is None:
             raise ValueError(f"max_seqlen_{name} is None and cu_seqlens_{name} is given; it must be a whole number")
@@ -141,6 +139,14 @@ def side(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: torch.Tensor
     inside = within < used[of]
     target = torch.where(inside, cu_packed[of] + within, 0)
     return Side(cu_packed, longest, source, target, inside)
+
+
+def _check_rank(name: str, t: torch.Tensor, cu: torch.Tensor | None) -> None:
+    """Raise ValueError unless a tensor has the axes of packed rows, or of padded ones without ``cu``."""
+    wanted = 4 if cu is None else 3
+    if t.dim() != wanted:
+        how = "without" if cu is None else "with"
+        raise ValueError(f"{name} has shape {tuple(t.shape)}; {how} cu_seqlens_{name} it must have rank {wanted}")
 
 
 def _check_rows_in_use(name: str, t: torch.Tensor, cu: torch.Tensor | None, used: Any, longest: Any) -> None:
@@ -193,6 +199,7 @@ def attend(
     tensors = [t for t in (q, k, v, *options.values()) if isinstance(t, torch.Tensor)]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if seqused_k is not None and cu_seqlens_k is None:
+        _check_rank("q", q, cu_seqlens_q)
         rows_of_k = by_callers_names(_NAMES, capacity_of, k, v, page_table)
         batch = q.shape[0] if cu_seqlens_q is None else check_cu_seqlens("cu_seqlens_q", contiguous(cu_seqlens_q), q)
         check_used("seqused_k", seqused_k, batch, q, rows_of_k, "the rows of k")

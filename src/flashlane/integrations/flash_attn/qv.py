@@ -27,6 +27,8 @@ def joined(
     for name, t in (("q", q), ("qv", qv), ("k", k), ("v", v)):
         check_strided(name, t)
         check_dtype(name, t.dtype)
+        if t.dim() not in (3, 4):
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must have rank 4, or 3 where rows are packed")
         if t.dtype != q.dtype:  # torch.cat would give the wider one
             raise TypeError(f"{name} has dtype {t.dtype} and q has {q.dtype}; they must be equal")
         if t.device != q.device:
@@ -36,6 +38,8 @@ def joined(
             f"qv has shape {tuple(qv.shape)}; with this q and v it must be {(*q.shape[:-1], v.shape[-1])}: "
             f"q's axes, then the head dim of v"
         )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has head_dim {k.shape[-1]} and q has {q.shape[-1]}; they must be equal")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"v has shape {tuple(v.shape)}; all but its head dim must be k's {tuple(k.shape)}")
     side_by_side = _view(v, k)

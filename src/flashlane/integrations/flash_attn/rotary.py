@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from flashlane.api.functional import by_callers_names
 from flashlane.api.rotary import rotate
-from flashlane.core.validate import check_dtype, check_starts, check_strided, kind_of, whole_number
+from flashlane.core.validate import check_dtype, check_flag, check_starts, check_strided, kind_of, whole_number
 from flashlane.integrations.flash_attn.lengths import readable
 from flashlane.integrations.flash_attn.packed import parts_of
 
@@ -50,9 +51,8 @@ def apply_rotary_emb(
             offsets and lengths are numbers or on the CPU; a GPU's are not read, and count as the nearest in the tables.
     """
     seqlen_offsets = whole_number(seqlen_offsets)
-    _check_x(x, cu_seqlens)
-    _check_tables(cos, sin, x)
-    _check_offsets(seqlen_offsets, x, cos, cu_seqlens)
+    inplace = check_flag("inplace", inplace)
+    _check(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens)
     if cu_seqlens is None:
         rows = torch.arange(x.shape[1], device=x.device)
         offsets = seqlen_offsets[:, None] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
@@ -98,8 +98,10 @@ def apply_rotary_emb_qkv_(
         num_heads_q: heads of q of a tensor of four axes.
     """
     q, k, _ = parts_of(qkv, num_heads_q)
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     of_k = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+    names = {"x": "qkv", "cos": "cos" if cos_k is None else "cos_k", "sin": "sin" if sin_k is None else "sin_k"}
+    by_callers_names(names, _check, k, *of_k, interleaved, whole_number(seqlen_offsets))  # before q is written to
+    by_callers_names({"x": "qkv"}, apply_rotary_emb, q, cos, sin, interleaved, True, seqlen_offsets)
     apply_rotary_emb(k, *of_k, interleaved, True, seqlen_offsets)
     return qkv
 
@@ -111,7 +113,7 @@ def apply_rotary_emb_kv_(
     check_strided("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv has shape {tuple(kv.shape)}; it must be (batch, seqlen, 2, heads, head_dim)")
-    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    by_callers_names({"x": "kv"}, apply_rotary_emb, kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
 
@@ -191,6 +193,19 @@ class RotaryEmbedding(torch.nn.Module):
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, *rest)
 
 
+def _check(x: Any, cos: Any, sin: Any, interleaved: Any, offsets: Any, cu_seqlens: Any = None) -> None:
+    """Check all arguments of :func:`apply_rotary_emb` but ``inplace``; of the offsets a whole number was taken."""
+    _check_x(x, cu_seqlens)
+    _check_tables(cos, sin, x)
+    check_flag("interleaved", interleaved)
+    _check_offsets(offsets, x, cos, cu_seqlens)
+
+
+def _check_device(name: str, t: torch.Tensor, x: torch.Tensor) -> None:
+    if t.device != x.device:
+        raise ValueError(f"{name} is on {t.device} and x is on {x.device}; they must agree")
+
+
 def _check_x(x: Any, cu_seqlens: Any) -> None:
     """Check what is rotated, and the lengths of its sequences: what these hold too, where it can be read."""
     check_strided("x", x)
@@ -203,6 +218,7 @@ def _check_x(x: Any, cu_seqlens: Any) -> None:
         return
     check_strided("cu_seqlens", cu_seqlens)
     _check_whole("cu_seqlens", cu_seqlens)
+    _check_device("cu_seqlens", cu_seqlens, x)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (batch + 1,) with batch >= 1")
     if readable(cu_seqlens):
@@ -218,6 +234,7 @@ def _check_tables(cos: Any, sin: Any, x: torch.Tensor) -> None:
     for name, t in (("cos", cos), ("sin", sin)):
         check_strided(name, t)
         check_dtype(name, t.dtype)
+        _check_device(name, t, x)
     if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(
             f"cos has shape {tuple(cos.shape)}; it must be (seqlen_rotary, rotary_dim / 2) with rotary_dim at most "
@@ -231,7 +248,9 @@ def _check_offsets(offsets: Offsets, x: torch.Tensor, cos: torch.Tensor, cu_seql
     """Check the kind of ``seqlen_offsets``, and that all positions are in the tables where that can be read."""
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if isinstance(offsets, torch.Tensor):
+        check_strided("seqlen_offsets", offsets)
         _check_whole("seqlen_offsets", offsets)
+        _check_device("seqlen_offsets", offsets, x)
         if tuple(offsets.shape) != (batch,):
             raise ValueError(
                 f"seqlen_offsets has shape {tuple(offsets.shape)}; it must be (batch,), ({batch},), or one whole number"
@@ -248,6 +267,10 @@ def _check_offsets(offsets: Offsets, x: torch.Tensor, cos: torch.Tensor, cu_seql
     if isinstance(offsets, torch.Tensor) and int(offsets.min()) < 0:
         raise ValueError(f"seqlen_offsets is {offsets.tolist()}; each must be at least 0")
     rows = x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+    if isinstance(offsets, torch.Tensor):
+        offsets = offsets.long()  # a sum in int32 could be negative
+    elif isinstance(rows, torch.Tensor):
+        rows = int(rows.max())  # a tensor takes no number of more than 64 bits
     ends = offsets + rows
     last = int(ends.max()) if isinstance(ends, torch.Tensor) else ends
     if last > cos.shape[0]:
