@@ -33,13 +33,15 @@ def test_a_prefix_and_a_causal_rest() -> None:
 
 
 def test_pages_of_flashinfer() -> None:
-    cache, q = torch.randn(10, 4, 2, 8), torch.randn(3, 4, 8)
+    cache, q = torch.randn(10, 4, 2, 8), torch.randn(4, 4, 8)
     scope = {"torch": torch, "k_cache": cache, "v_cache": cache, "q": q}
-    scope |= {"kv_indptr": torch.tensor([0, 3, 4, 6]), "kv_indices": torch.tensor([7, 2, 5, 0, 9, 1])}
-    scope |= {"kv_last_page_len": torch.tensor([1, 4, 3]), "flash_attn_with_kvcache": flashlane.flash_attn_with_kvcache}
+    scope |= {"kv_indptr": torch.tensor([0, 3, 4, 4, 6]), "kv_indices": torch.tensor([7, 2, 5, 0, 9, 1])}
+    scope |= {"kv_last_page_len": torch.tensor([1, 4, 0, 3])}
+    scope |= {"flash_attn_with_kvcache": flashlane.flash_attn_with_kvcache}
     exec(code_of("flashinfer.md"), scope)
-    assert scope["lengths"].tolist() == [9, 4, 7] and scope["table"].tolist() == [[7, 2, 5], [0, 0, 0], [9, 1, 0]]
-    for b, (pages, n) in enumerate((([7, 2, 5], 9), ([0], 4), ([9, 1], 7))):
+    assert scope["lengths"].tolist() == [9, 4, 0, 7]
+    assert scope["table"].tolist() == [[7, 2, 5], [0, 0, 0], [0, 0, 0], [9, 1, 0]]
+    for b, (pages, n) in enumerate((([7, 2, 5], 9), ([0], 4), ([], 0), ([9, 1], 7))):
         keys = cache[pages].flatten(0, 1)[None, :n]
         torch.testing.assert_close(scope["out"][b], flashlane.flash_attn_func(q[b][None, None], keys, keys)[0, 0])
 
