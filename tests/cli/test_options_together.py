@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from flashlane import bench, jit
 from flashlane.bench.measure.results import Results
 from flashlane.inspect import prebuild
+from flashlane.jit import toolchain
 
 RESULTS = {
     "format": "flashlane-bench/1",
@@ -184,3 +186,41 @@ def test_sizes_for_which_there_is_no_memory_are_one_line(invoke, monkeypatch) ->
     monkeypatch.setattr("flashlane.core.dispatch.explain_problem", explain_problem)
     done = invoke("explain", "--D", "64")
     assert done.exit_code == 2 and done.stderr == "error: there is no memory for sizes as large as these\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("compile", "--all", "--arch", "sm_90a", "--kernels", "mma(naive)"),
+        ("compile", "--tags", "share-qkv"),
+        ("budget", "mma(naive)"),
+        ("prebuild", "--B", 1, "--H", 1, "--N", 64, "--D", 64, "--dtype", "bf16", "--arch", "sm_90a"),
+    ],
+)
+def test_without_a_compiler_nothing_is_reported_of_each_kernel(invoke, monkeypatch, tmp_path, arguments) -> None:
+    """It is what all kernels need: one line and status 2, not a line for each of thousands."""
+
+    def compile_none(*_: object) -> None:
+        raise toolchain.ToolchainError("compiling kernels needs NVRTC; how to get it")
+
+    monkeypatch.setattr(jit, "compile", compile_none)
+    monkeypatch.setenv("FLASHLANE_CACHE_DIR", str(tmp_path))
+    done = invoke(*map(str, arguments))
+    assert done.exit_code == 2 and "error: compiling kernels needs NVRTC; how to get it\n" in done.stderr, done.output
+    assert done.stdout == ""
+
+
+def test_the_bench_without_a_compiler_says_it_once(monkeypatch) -> None:
+    def compile_none(*_: object) -> None:
+        raise toolchain.ToolchainError("compiling kernels needs NVRTC; how to get it")
+
+    monkeypatch.setattr(jit, "compile", compile_none)
+    results = bench.run(
+        bench.problems(batch=1, heads=1, seqlen=[16, 32], head_dim=16, dtype="bf16"),
+        selection=bench.Selection(tags=("reference", "mma(naive)"), peers=()),
+        settings=bench.Settings(rounds=1, warmup=1),
+        arch="sm_90a",
+    )
+    (note,) = results.notes
+    assert note == "the GPU kernels are not compiled for sm_90a: compiling kernels needs NVRTC; how to get it"
+    assert results.compiled == [] and [row.status for row in results.rows] == ["ok", "ok"]

@@ -201,13 +201,14 @@ def test_missing_compiler_or_headers_say_how_to_install(monkeypatch, tmp_path):
     import cuda.bindings.nvrtc as bindings
 
     def fail():
-        raise RuntimeError("Failed to dlopen libnvrtc.so.13")
+        raise RuntimeError("Failed to dlopen libnvrtc.so.13:\nNo such file: libnvrtc.so.13\n")
 
     monkeypatch.setattr(bindings, "nvrtcVersion", fail)
     toolchain.nvrtc.cache_clear()
     try:
-        with pytest.raises(jit.ToolchainError, match=r'dlopen libnvrtc.*pip install "flashlane\[nvrtc\]"'):
+        with pytest.raises(jit.ToolchainError, match=r'dlopen libnvrtc.*pip install "flashlane\[nvrtc\]"') as raised:
             toolchain.nvrtc()
+        assert "\n" not in str(raised.value)
     finally:
         toolchain.nvrtc.cache_clear()
 

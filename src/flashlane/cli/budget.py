@@ -35,7 +35,7 @@ def budget_command(
     Compiles the configuration that each kernel would choose for the given sizes (default B1 H8 N8192 D64); no GPU
     is needed.
 
-    Exit status: 0 all compiled, 1 one did not, 2 bad input.
+    Exit status: 0 all compiled, 1 one did not, 2 bad input or no compiler.
 
     Examples:
 

@@ -40,7 +40,7 @@ def compile_command(
     Registers, spills, shared memory, blocks a multiprocessor, occupancy, instruction counts, seconds. Without --all:
     the configuration that each kernel would choose for the given sizes (default B1 H8 N8192 D64).
 
-    Exit status: 0 all is right, 1 a kernel did not compile, spilled or drew a warning, 2 bad input.
+    Exit status: 0 all is right, 1 a kernel did not compile, spilled or drew a warning, 2 bad input or no compiler.
 
     Examples:
 

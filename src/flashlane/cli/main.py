@@ -152,6 +152,12 @@ def explained(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(INTERRUPTED) from None
         except BAD_INPUT as error:
             raise print_failure(error) from error
+        except RuntimeError as error:
+            from flashlane.jit.toolchain import ToolchainError
+
+            if not isinstance(error, ToolchainError):
+                raise
+            raise print_failure(error) from error
         except MemoryError as error:
             raise print_failure(ValueError("there is no memory for sizes as large as these")) from error
 

@@ -45,7 +45,7 @@ def prebuild_command(
     cache. Kernels of Triton's (f32, dropout, head dims above 256) compile at their first call all the same.
     With --ptx, --out gets what a wheel of flashlane has (make wheel), and the cache that calls read is filled too.
 
-    Exit status: 0 all are there, 1 a kernel did not compile, 2 bad input.
+    Exit status: 0 all are there, 1 a kernel did not compile, 2 bad input or no compiler.
 
     Examples:
 

@@ -109,6 +109,9 @@ def usages_of(
     """Compile a configuration's device files (or load them from the disk cache) and read the resources of each.
 
     A compile that fails gives a :class:`Usage` with ``error``; it does not raise.
+
+    Raises:
+        ToolchainError: there is no compiler, and the kernel is in no cache.
     """
     try:
         parts = kernel.device_sources(config, arch)
@@ -129,6 +132,8 @@ def _usage(
     named |= {"direction": kernel.direction, "entry": entry}
     try:
         compiled = jit.compile(part.source, arch)
+    except jit.ToolchainError:  # no fault of this kernel: all others would have the same line
+        raise
     except Exception as error:  # every failure of the compiler becomes a line of the report
         return Usage(**named, error=first_line(error))
     report, resources = compiled.report, part.resources

@@ -22,7 +22,7 @@ from flashlane.core.arch import ELEMENTS
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, Kernel
 from flashlane.integrations.transformers import modifiers_of
-from flashlane.jit import Compiled, KernelSource, compiler
+from flashlane.jit import Compiled, KernelSource, ToolchainError, compiler
 from flashlane.jit.cache import DiskCache
 from flashlane.kernels.hopper import flex
 from flashlane.kernels.hopper.arch import ARCH
@@ -139,6 +139,8 @@ def _in_threads(
                 source, arch = started[each]
                 try:
                     results.append(each.result())
+                except ToolchainError:  # no fault of this kernel: all others would have the same line
+                    raise
                 except Exception as error:  # every failure becomes a line of the report
                     words = " ".join(str(error).splitlines()[:2])
                     wrong.append(f"{source.entry} for {arch}: {words}")

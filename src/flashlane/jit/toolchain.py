@@ -51,8 +51,9 @@ def nvrtc() -> ModuleType:
 
         bindings.nvrtcVersion()
     except (ImportError, RuntimeError, OSError) as error:
+        why = " ".join(str(error).split())  # of several lines, and reports show the first alone
         raise ToolchainError(
-            f"compiling kernels needs NVRTC ({type(error).__name__}: {error}); {HOW_TO_INSTALL}"
+            f"compiling kernels needs NVRTC ({type(error).__name__}: {why}); {HOW_TO_INSTALL}"
         ) from error
     return bindings
 

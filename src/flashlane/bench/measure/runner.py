@@ -37,6 +37,7 @@ from flashlane.core.problem import FEATURES, AttentionProblem, arch_of
 from flashlane.core.registry import CompiledKernel, DeviceKernel, Kernel
 from flashlane.core.suggestions import KERNELS_LISTED_BY, suggest
 from flashlane.inspect.compile_report import Usage, backward_device_kernels, first_line, report_problem, usage_of
+from flashlane.jit import ToolchainError
 from flashlane.kernels.features import BIAS, CACHE, DROPOUT, PAGED, VARLEN
 
 __all__ = ["Implementation", "Selection", "resolve_device", "run", "shared_outputs"]
@@ -524,9 +525,13 @@ def compile_cases(
         return
     for problem in dict.fromkeys(case.problem for case in cases):
         reporter.begin(f"compiling for {arch}: {problem.describe()}", len(kernels))
-        results.compiled += report_problem(
-            problem, arch, kernels, lambda tag: reporter.step(f"compiled {tag}"), deadline
-        )
+        try:
+            results.compiled += report_problem(
+                problem, arch, kernels, lambda tag: reporter.step(f"compiled {tag}"), deadline
+            )
+        except ToolchainError as error:  # nothing that was timed needs it
+            results.notes.append(f"the GPU kernels are not compiled for {arch}: {error}")
+            return
 
 
 def _usage(item: Implementation, problem: AttentionProblem) -> Usage | None:
