@@ -224,3 +224,12 @@ def test_the_bench_without_a_compiler_says_it_once(monkeypatch) -> None:
     (note,) = results.notes
     assert note == "the GPU kernels are not compiled for sm_90a: compiling kernels needs NVRTC; how to get it"
     assert results.compiled == [] and [row.status for row in results.rows] == ["ok", "ok"]
+
+
+def test_a_grid_in_toml_names_the_python_that_it_needs(invoke, monkeypatch, tmp_path) -> None:
+    """The package runs on Python 3.10, whose library reads no TOML: error, help and page say so."""
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    done = invoke("sweep", str(tmp_path / "grid.toml"))
+    assert done.exit_code == 2 and "need Python 3.11" in done.stderr
+    page = Path(__file__).parents[2] / "docs" / "cli" / "sweep.md"
+    assert "Python 3.11" in invoke("sweep", "--help").stdout and "Python 3.11" in page.read_text(encoding="utf-8")

@@ -40,7 +40,7 @@ def sweep_command(
         Path | None,
         typer.Argument(
             metavar="[GRID.toml]",
-            help="A TOML file whose table \\[sweep] has these options as keys; options override it.",
+            help="A TOML file (Python 3.11 on) whose table \\[sweep] has these options as keys; options override it.",
         ),
     ] = None,
     sizes: s.SWEPT_SIZES = s.NO_SIZES,
