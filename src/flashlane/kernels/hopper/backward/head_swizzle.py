@@ -17,9 +17,9 @@ HEADS_INNER_GROUP, HEADS_INNER_ABOVE = 7, 64
 """Query heads that share keys, and head dims above which, a causal launch may be faster whose steps go through these
 heads first. With groups of 4 and with D 64 it was 0.93 to 1.01 times as fast (docs/notebook/0058-steps-of-a-group.md).
 """
-INNER_MIDDLE, INNER_GAIN, INNER_WIDE, INNER_LOSS = 112, 0.07, 128, 0.06
+INNER_MIDDLE, INNER_GAIN, INNER_WIDE, INNER_LOSS = 120, 0.05, 128, 0.08
 """With as many heads in a section such steps save a part of the time where tiles are of unlike length, up to a head
-dim; up to another one they take longer; above it neither (this and the numbers of crowding by groups: 41 problems,
+dim; up to another one they take longer; above it neither (this and the numbers of crowding by groups: 105 problems,
 notebook 0070)."""
 TWO_CTA_HEADS = 8
 """Heads of a section with which 66 clusters are fastest, at any length (notebook 0012)."""
@@ -31,13 +31,13 @@ CROWDING, AT_NO_COST, RESIDENT_MIB = 0.4, 8, 12
 """When tiles of many heads run at once, device memory delivers each head's Q and dO for fewer tiles (notebook 0016). A
 launch then takes longer by CROWDING of its time for each head above AT_NO_COST, divided by the workers, provided that
 Q, dO and dQ of these heads are more than RESIDENT_MIB, which the timings leave between 10 and 14 (notebook 0028)."""
-GROUP_CROWDING, GROUP_AT_NO_COST_MIB, GROUP_MIB = 0.18, 45, 80
+GROUP_CROWDING, GROUP_AT_NO_COST_MIB, GROUP_MIB = 0.2, 45, 80
 """Under a causal mask tiles of a group that begin together are soon at unlike query heads. Then a launch with groups of
 LARGE_GROUP heads takes up to GROUP_CROWDING longer, two thirds of it where Q, dO and dQ of all query heads of a section
 are GROUP_MIB more than what costs nothing, about what the L2 cache holds."""
 SMALL_GROUP, LARGE_GROUP, LARGEST_PART = 4, 8, 1.2
 """Groups up to the first do so without, those between them by a part of it, and larger ones by LARGEST_PART at most."""
-INNER_CROWDING, INNER_SECTION = 0.25, 25
+INNER_CROWDING, INNER_SECTION = 0.2, 25
 """The same of steps that go through the heads of a group first, by the heads of a section: all tiles of a key/value
 head are at the same rows, and what has to stay in the L2 cache is little, but each block is for fewer tiles."""
 INNER_AT_NO_COST = 2
