@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLASH = "(flash)"
 CEILING = "% mma ceiling:"
 TIMES = ("ms, flushed:", "steady:")
-"""Of rows whose first time has the L2 cache flushed."""
+"""Of rows that have both: with the L2 cache flushed, and of calls back to back."""
 DESIGNS = ("naive", "split-kv", "split-q", "split-q+share-kv", "split-q+share-qkv", "split-q+tiling-qk")
 DESIGNS += ("split-q+tiling-qkv",)
 
@@ -49,7 +49,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def design_tables(result: Result) -> str:
     """A table a problem: the fastest tag of each design that accumulates and stores in f32, padded then swizzled."""
-    head = ("design", "fastest tag", *TIMES, "TFLOP/s:", "× design before:", "× SDPA flash:", "registers:", "KiB:")
+    times = time_columns(result)
+    head = ("design", "fastest tag", *times, "TFLOP/s:", "× design before:", "× SDPA flash:", "registers:", "KiB:")
     shares = any(row.get("mma_ceiling") for row in result["rows"])
     head += (CEILING,) if shares else ()
     tables = []
@@ -66,14 +67,14 @@ def design_tables(result: Result) -> str:
             shared = usage.get("shared_bytes")
             size = (usage.get("registers") or "–", number(shared / 1024 if shared else None, 1))
             size += (share(best),) if shares else ()
-            lines.append((name, f"`{best['tag']}`", *times_of(best), number(best["tflops"], 1), *ratios, *size))
+            lines.append((name, f"`{best['tag']}`", *times_of(best, times), number(best["tflops"], 1), *ratios, *size))
             before = ms
         for row in rows:
             if row["tag"] in baselines:
                 ms = milliseconds(row)
                 ratio = number(flash / ms if flash else None, 2)
                 rest = ("", "", "") if shares else ("", "")
-                lines.append((row["tag"], "", *times_of(row), number(row["tflops"], 1), "", ratio, *rest))
+                lines.append((row["tag"], "", *times_of(row, times), number(row["tflops"], 1), "", ratio, *rest))
         tables.append(f"**{problem}**\n\n" + table(head, lines))
     return "\n".join(tables)
 
@@ -96,7 +97,8 @@ def logs_columns(result: Result) -> str:
 
     The last column is the gain over the best row so far, as those logs print it.
     """
-    head = ("tag", "first, second, last output", *TIMES, "TFLOP/s (all operations):", "over the best so far:")
+    times = time_columns(result)
+    head = ("tag", "first, second, last output", *times, "TFLOP/s (all operations):", "over the best so far:")
     tables = []
     for problem, rows in by_problem(result).items():
         best, lines = None, []
@@ -105,32 +107,38 @@ def logs_columns(result: Result) -> str:
                 continue
             ms = milliseconds(row)
             if row["status"] != "ok" or not ms:
-                lines.append((row["tag"], "", row["status"], "", "", ""))
+                lines.append((row["tag"], "", row["status"], *[""] * len(times), ""))
                 continue
             gain = "" if best is not None and ms >= best else f"+{100 * (best / ms - 1) if best else 0:.2f} %"
             best = ms if best is None else min(best, ms)
             values = ", ".join(f"{value:.8f}" for value in row.get("values") or ())
-            times = (number(time, 6) for time in (ms, steady(row)))
-            lines.append((row["tag"], values, *times, number(row.get("tflops_all"), 2), gain))
+            lines.append((row["tag"], values, *times_of(row, times, 6), number(row.get("tflops_all"), 2), gain))
         tables.append(f"**{problem}**\n\n" + table(head, lines))
     return "\n".join(tables)
 
 
 def summary(result: Result) -> str:
     """One line a problem: our fastest kernel next to SDPA flash (FlashAttention-2) and cuDNN, by both protocols."""
-    head = ("problem", "fastest of ours", *TIMES, "TFLOP/s:", "× SDPA flash:", "× cuDNN:")
+    times = time_columns(result)
+    head = ("problem", "fastest of ours", *times, "TFLOP/s:", "× SDPA flash:", "× cuDNN:")
     lines = []
     for problem, rows in by_problem(result).items():
         timed = {row["tag"]: row for row in rows if milliseconds(row) and row["status"] == "ok"}
         ours = min((row for row in timed.values() if row["kind"] == "kernel"), key=milliseconds)
         ratios = (speeds_over(ours, timed[tag]) if tag in timed else "" for tag in (FLASH, "(cudnn)"))
-        lines.append((problem, f"`{ours['tag']}`", *times_of(ours), number(ours.get("tflops"), 1), *ratios))
+        lines.append((problem, f"`{ours['tag']}`", *times_of(ours, times), number(ours.get("tflops"), 1), *ratios))
     return table(head, lines)
 
 
-def times_of(row: Row) -> tuple[str, str]:
-    """A row's :data:`TIMES`."""
-    return significant(milliseconds(row)), significant(steady(row))
+def time_columns(result: Result) -> tuple[str, ...]:
+    """The titles of a result's times: :data:`TIMES`, or one where it has one protocol."""
+    return TIMES if any(steady(row) for row in result["rows"]) else ("ms:",)
+
+
+def times_of(row: Row, columns: Sequence[str], digits: int | None = None) -> list[str]:
+    """A row's milliseconds for these columns, with so many digits behind the point or four in all."""
+    found = (milliseconds(row), steady(row))[: len(columns)]
+    return [significant(ms) if digits is None else number(ms, digits) for ms in found]
 
 
 def speeds_over(ours: Row, other: Row) -> str:
@@ -142,7 +150,8 @@ def speeds_over(ours: Row, other: Row) -> str:
 def logs(result: Result) -> str:
     """A table a log: every line of it, our figures, and the milliseconds that it reports."""
     reported = json.loads((ROOT / "src/flashlane/bench/suites/baseline_reported.json").read_text(encoding="utf-8"))
-    head = ("problem", "tag", "first, second, last output", *TIMES, "TFLOP/s (all operations):", "the log's ms:")
+    times = time_columns(result)
+    head = ("problem", "tag", "first, second, last output", *times, "TFLOP/s (all operations):", "the log's ms:")
     measured = {(row["problem"], row["tag"]): row for row in result["rows"]}
     tables = []
     for log in reported["logs"]:
@@ -153,7 +162,7 @@ def logs(result: Result) -> str:
                 row = measured.get((f"{title}, {log['name']}", tag), {})
                 ms = milliseconds(row) if row.get("status") == "ok" else None
                 values = ", ".join(f"{value:.8f}" for value in row.get("values") or ()) if ms else ""
-                ours = (f"{ms:.6f}", number(steady(row), 6)) if ms else (row.get("status", "not run"), "")
+                ours = times_of(row, times, 6) if ms else [row.get("status", "not run"), *[""] * (len(times) - 1)]
                 lines.append((title, f"`{tag}`", values, *ours, number(row.get("tflops_all"), 2), f"{theirs:.6f}"))
         tables.append(f"**{log['name']}** (reported on {log['card']})\n\n" + table(head, lines))
     return "\n".join(tables)

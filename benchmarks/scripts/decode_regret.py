@@ -61,7 +61,8 @@ def candidate_of(words: str, configs: dict[str, DecodeConfig]) -> tuple[DecodeCo
 def timed(body: dict[str, Any]) -> tuple[list[Timed], list[float]]:
     """The candidates of a file of results, and the logarithm of predicted over measured time.
 
-    That is infinite for those that the problem's choice does not compare.
+    That is infinite for those that the problem's choice does not compare. Problems whose choice was not timed, since it
+    was no candidate then, are left out.
     """
     rows, errors = [], []
     for number, row in enumerate(body["rows"]):
@@ -70,6 +71,9 @@ def timed(body: dict[str, Any]) -> tuple[list[Timed], list[float]]:
             continue
         configs = {config.describe(): config for config, _ in decode_configs(problem)}
         compared = compared_configs(problem)
+        chosen = min(compared, key=lambda config, problem=problem: predicted_time(problem, config)).describe()
+        if not any(words.partition(", at most ")[0] == chosen for words, *_ in row["ms"]):
+            continue
         for words, _, ms, *_ in row["ms"]:
             config, splits = candidate_of(words, configs)
             rows.append(Timed(number, 1e3 * ms, row["title"], words))

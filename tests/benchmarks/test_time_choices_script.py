@@ -80,7 +80,7 @@ def test_what_the_choice_of_decode_loses_on_its_timed_problems(families: ModuleT
     """The predictions' constants are fitted to these timings; a worse formula or constant is seen without a GPU."""
     script = importlib.import_module("decode_regret")
     rows, errors = script.timed(json.loads(script.FILE.read_text(encoding="utf-8")))
-    assert len({row.number for row in rows}) == 54 and len(rows) > 1200
+    assert len({row.number for row in rows}) == 52 and len(rows) > 1200, "two have shapes that are timed elsewhere"
     losses = [loss for loss, *_ in importlib.import_module("cost_fit").regrets(rows, np.array(errors))]
     assert statistics.mean(losses) < 1.012 and max(losses) < 1.08
 

@@ -17,9 +17,9 @@ HEADS_INNER_GROUP, HEADS_INNER_ABOVE = 7, 64
 """Query heads that share keys, and head dims above which, a causal launch may be faster whose steps go through these
 heads first. With groups of 4 and with D 64 it was 0.93 to 1.01 times as fast (docs/notebook/0058-steps-of-a-group.md).
 """
-INNER_MIDDLE, INNER_GAIN, INNER_WIDE, INNER_LOSS = 120, 0.05, 128, 0.08
+FASTER_UP_TO, FASTER_BY, SLOWER_UP_TO, SLOWER_BY = 120, 0.05, 128, 0.08
 """With as many heads in a section such steps save a part of the time where tiles are of unlike length, up to a head
-dim; up to another one they take longer; above it neither (this and the numbers of crowding by groups: 105 problems,
+dim; up to another one they take longer; above it neither (this and the numbers of crowding by groups: 104 problems,
 notebook 0070)."""
 TWO_CTA_HEADS = 8
 """Heads of a section with which 66 clusters are fastest, at any length (notebook 0012)."""
@@ -137,10 +137,10 @@ def crowding(problem: AttentionProblem, section: int, workers: int, heads_inner:
     """
     if heads_inner:
         step = 1.0
-        if problem.head_dim <= INNER_MIDDLE:
-            step = 1 - INNER_GAIN * unlike(problem)
-        elif problem.head_dim <= INNER_WIDE:
-            step = 1 + INNER_LOSS
+        if problem.head_dim <= FASTER_UP_TO:
+            step = 1 - FASTER_BY * unlike(problem)
+        elif problem.head_dim <= SLOWER_UP_TO:
+            step = 1 + SLOWER_BY
         return step * (1 + INNER_CROWDING * _most_of((section - INNER_AT_NO_COST) / INNER_SECTION))
     of_heads = section * bytes_of_head(problem) / 2**20
     longer = CROWDING * max(0, min(section, workers) - AT_NO_COST) / workers if of_heads > RESIDENT_MIB else 0.0
