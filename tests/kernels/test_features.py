@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from flashlane.core import dispatch, registry
 from flashlane.core.problem import FEATURES, AttentionProblem
 from flashlane.kernels import features
 
@@ -35,4 +36,21 @@ def test_the_other_reasons() -> None:
     assert features.unsupported_features(PLAIN, ("f16",)) is None
     assert features.unsupported_features(replace(PLAIN, arch=None), ("f16",)) == "it needs a GPU"
     assert features.unsupported_features(PLAIN, ("bf16", "f32")) == "dtype is f16; it takes bf16 or f32"
+    assert features.unsupported_features(PLAIN, ("f16",), architectures=("sm_90a",)) == (
+        "architecture is sm_80; it takes sm_90a"
+    )
     assert "scale is 1e-40" in features.unsupported_features(replace(PLAIN, scale=1e-40), ("f16",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("arch", ["sm_70", "sm_75", "sm_999"])
+def test_gpus_that_are_too_old_or_unknown_run_no_cuda_kernel(arch: str, dtype: torch.dtype) -> None:
+    problem = replace(PLAIN, arch=arch, dtype=dtype)
+    for kernel in registry.kernels():
+        if isinstance(kernel, registry.CompiledKernel):
+            assert kernel.supports(problem) is not None, kernel.tag
+    explained = dispatch.explain_problem(problem)
+    assert not isinstance(registry.get(explained.chosen), registry.CompiledKernel)
+    tag = "fa1(f32)" if dtype == torch.float32 else "mma(naive)"
+    (reason,) = (each.reason for each in explained.choices if each.tag == tag)
+    assert f"architecture is {arch}; it takes sm_80, sm_86" in reason

@@ -15,9 +15,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashlane.core.problem import FEATURES
+from flashlane.jit import LIMITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from flashlane.core.problem import AttentionProblem, Group
 
@@ -46,13 +47,19 @@ def is_cached(problem: AttentionProblem) -> bool:
     return any(getattr(problem, name) for name in (*CACHE, *PAGED))
 
 
-def unsupported_features(problem: AttentionProblem, dtypes: Iterable[str], able: Iterable[str] = ()) -> str | None:
-    """Why a kernel with plain masks (causal, window) cannot run a problem, or None.
+def unsupported_features(
+    problem: AttentionProblem,
+    dtypes: Iterable[str],
+    able: Iterable[str] = (),
+    architectures: Collection[str] = LIMITS,
+) -> str | None:
+    """Why a CUDA kernel with plain masks (causal, window) cannot run a problem, or None.
 
     Args:
         problem: the attention problem.
         dtypes: names of the element types that the kernel takes.
         able: the fields that the kernel honours, of those that :data:`~flashlane.core.problem.FEATURES` lists.
+        architectures: those that it can be compiled for; all whose limits are known, unless given.
     """
     if problem.arch is None:
         return "it needs a GPU"
@@ -63,4 +70,6 @@ def unsupported_features(problem: AttentionProblem, dtypes: Iterable[str], able:
         return f"it has no {', '.join(missing)}"
     if not SCALES[0] <= problem.scale <= SCALES[1]:
         return f"scale is {problem.scale:g}; it takes {SCALES[0]:g} to {SCALES[1]:g}"
+    if problem.arch not in architectures:
+        return f"architecture is {problem.arch}; it takes {', '.join(architectures)}"
     return None

@@ -43,8 +43,6 @@ class Decode(DeviceKernel):
         reason = unsupported_features(problem, ("f16", "bf16"), ABLE)
         if reason:
             return reason
-        if problem.arch not in jit.LIMITS:
-            return f"architecture is {problem.arch}; it takes {', '.join(jit.LIMITS)}"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim is {max(problem.head_dim, problem.head_dim_v)}; it takes up to {MAX_HEAD_DIM}"
         if not problem.aligned:

@@ -69,8 +69,6 @@ class MmaAttention(DeviceKernel):
         reason = unsupported_features(problem, ("f16", "bf16") if variant.precision == "f32/f32" else ("f16",))
         if reason:
             return reason
-        if problem.arch not in jit.LIMITS:
-            return f"architecture is {problem.arch}; it takes {', '.join(jit.LIMITS)}"
         if max(problem.head_dim, problem.head_dim_v) > variant.max_head_dim:
             return f"head_dim is {max(problem.head_dim, problem.head_dim_v)}; it takes up to {variant.max_head_dim}"
         if next(variant.configs(problem), None) is None:

@@ -48,11 +48,9 @@ MAX_GRID_Y = 65535
 
 def supports(problem: AttentionProblem) -> str | None:
     """None when :func:`hopper_backward` can run a problem, else the reason in words."""
-    reason = unsupported_features(problem, ("f16", "bf16"), (*SCORE_FEATURES, *VARLEN))
+    reason = unsupported_features(problem, ("f16", "bf16"), (*SCORE_FEATURES, *VARLEN), (ARCH,))
     if reason:
         return reason
-    if problem.arch != ARCH:
-        return f"architecture is {problem.arch}; it takes {ARCH}"
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > MAX_HEAD_DIM:
         return f"head_dim is {largest}; it takes up to {MAX_HEAD_DIM}"

@@ -62,11 +62,9 @@ class HopperForward(DeviceKernel):
     lse_optional = True
 
     def supports(self, problem: AttentionProblem) -> str | None:
-        reason = unsupported_features(problem, ELEMENTS, ABLE)
+        reason = unsupported_features(problem, ELEMENTS, ABLE, self.architectures)
         if reason:
             return reason
-        if problem.arch != ARCH:
-            return f"architecture is {problem.arch}; it takes {ARCH}"
         if problem.head_dim > MAX_HEAD_DIM:
             return f"head_dim is {problem.head_dim}; it takes up to {MAX_HEAD_DIM}"
         if problem.head_dim_v > MAX_HEAD_DIM_V:
