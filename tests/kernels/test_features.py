@@ -42,6 +42,15 @@ def test_the_other_reasons() -> None:
     assert "scale is 1e-40" in features.unsupported_features(replace(PLAIN, scale=1e-40), ("f16",))
 
 
+@pytest.mark.parametrize(("softcap", "scale"), [(1e6, 0.25), (3e38, 0.25), (1e-40, 0.25), (1e-10, 1e25)])
+def test_a_softcap_that_f32_loses_is_refused(softcap: float, scale: float) -> None:
+    problem = replace(PLAIN, softcap=softcap, scale=scale, arch="sm_90a")
+    reason = features.unsupported_features(problem, ("f16",), SCORE_MODIFIERS)
+    assert reason is not None and reason.startswith(f"softcap is {softcap:g}")
+    assert features.unsupported_features(replace(problem, softcap=50.0, scale=0.25), ("f16",), SCORE_MODIFIERS) is None
+    assert not isinstance(dispatch.select(problem), registry.CompiledKernel)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("arch", ["sm_70", "sm_75", "sm_999"])
 def test_gpus_that_are_too_old_or_unknown_run_no_cuda_kernel(arch: str, dtype: torch.dtype) -> None:

@@ -156,6 +156,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "head_dim is 513; it takes up to 512" in KERNEL.supports(problem_of(head_dim_v=513))
     assert "architecture is sm_75" in KERNEL.supports(problem_of(arch="sm_75"))
     assert "scale is 3e+38" in KERNEL.supports(problem_of(scale=3e38))
+    assert KERNEL.supports(problem_of(softcap=1e30)) is None
     assert "dtype is bf16; it takes f32" in registry.get("triton(tf32)").supports(problem_of())
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "it needs a GPU" in KERNEL.supports(problem_of(arch=None)) and "TRITON_INTERPRET=1" in KERNEL.supports(
@@ -169,6 +170,8 @@ def test_both_directions_refuse_a_problem_in_the_same_words() -> None:
         "dtype is f64; it takes f16 or bf16 or f32": {"dtype": torch.float64},
         "architecture is sm_75; Triton takes sm_80 or later": {"arch": "sm_75"},
         "dtype is bf16; Triton's interpreter computes its products wrongly, it takes f16 or f32 there": {"arch": None},
+        "softcap is 3e+38; it takes up to 1e+30": {"softcap": 3e38},
+        "softcap is 1e-40 and scale 0.125; it takes at least 1.25e-31": {"softcap": 1e-40},
     }
     for message, changes in cases.items():
         assert KERNEL.supports(problem_of(**changes)) == supports_backward(problem_of(**changes)) == message

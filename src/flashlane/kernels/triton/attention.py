@@ -15,6 +15,7 @@ from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import TunableKernel, memoised, register
 from flashlane.jit.toolchain import architecture_number
+from flashlane.kernels.features import SCALES, softcap_refusal
 from flashlane.kernels.params import LOG2_E
 from flashlane.kernels.triton import cost
 from flashlane.kernels.triton import forward_configs as configs
@@ -61,7 +62,9 @@ def triton_refusal(problem: AttentionProblem, dtypes: tuple[str, ...], max_head_
     if problem.arch is not None and architecture_number(problem.arch) < MIN_CAPABILITY:
         return f"architecture is {problem.arch}; Triton takes sm_{MIN_CAPABILITY} or later"
     largest = max(problem.head_dim, problem.head_dim_v)
-    return f"head_dim is {largest}; it takes up to {max_head_dim}" if largest > max_head_dim else None
+    if largest > max_head_dim:
+        return f"head_dim is {largest}; it takes up to {max_head_dim}"
+    return softcap_refusal(problem, SCALES[1])
 
 
 class TritonAttention(TunableKernel):
