@@ -197,3 +197,31 @@ def test_pointers_follow_each_other(params: type[ctypes.Structure]) -> None:
     """A call writes those of a kernel at once."""
     places = [getattr(params, name).offset for name, kind in params._fields_ if kind is ctypes.c_void_p]
     assert places == [places[0] + 8 * index for index in range(len(places))]
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["batch", "packed"])
+def test_the_statistics_of_rows_are_read_where_their_strides_say(monkeypatch: pytest.MonkeyPatch, varlen: bool) -> None:
+    """The gradient of the LSE has strides of its own; packed sequences have none from one to the next."""
+    problem = problem_of(varlen=varlen)
+    plan, found = gradient_plan(pick(problem), problem, monkeypatch)
+    tensors = gradient_tensors(problem)
+    apart = torch.zeros(*tensors.lse.shape[:-1], 1008)[..., : tensors.lse.shape[-1]]
+    dlse = torch.zeros(8, 2016)[:, :2000] if varlen else apart
+    plan.launch(tensors._replace(dlse=dlse))
+    before = found[0].params
+    assert (before.lse_in, before.dlse) == (tensors.lse.data_ptr(), dlse.data_ptr())
+    assert (before.lse_batch, before.lse_head) == ((0, 2000) if varlen else (8000, 1000))
+    assert (before.dlse_batch, before.dlse_head) == ((0, 2016) if varlen else (8 * 1008, 1008))
+    for name in ("out", "dout"):
+        strides = [getattr(before, f"{name}_{axis}") for axis in ("batch", "row", "head")]
+        assert strides == [0 if varlen else 1000 * 8 * 128, 8 * 128, 128]
+    assert before.kv_heads == 4 and before.n_blocks == plan.schedule.in_kernel_dq.n_blocks != 4
+
+
+def test_only_rows_that_start_on_16_bytes_are_read_in_place() -> None:
+    rows = torch.zeros(2, 10, 4, 72, dtype=torch.bfloat16)
+    assert backward_launch.readable(rows) and backward_launch.readable(rows[..., :64])
+    apart = torch.zeros(2, 10, 4, 68, dtype=torch.bfloat16)
+    for one in (apart[..., :64], rows.mT, rows[:, :1].expand(2, 10, 4, 72), rows[..., 1:65]):
+        assert not backward_launch.readable(one)
+    assert backward_launch.readable(apart[:1, :1, :1, :64])  # no row follows

@@ -442,6 +442,36 @@ def test_outputs_are_checked(launches: Launches) -> None:
     assert not launches
 
 
+def test_the_rows_of_an_output_of_two_sequences_start_on_16_bytes(launches: Launches) -> None:
+    q = torch.zeros(2, 64, 2, 64, dtype=torch.float16)
+    inputs, lse = Inputs(q, q, q), torch.zeros(2, 2, 64)
+    rows = 64 * 2 * 64
+    out = torch.zeros(2 * rows + 4, dtype=torch.float16).as_strided(q.shape, (rows + 4, 128, 64, 1))
+    with pytest.raises(ValueError, match="16 bytes"):
+        KERNEL.forward(AttentionProblem.from_inputs(inputs).on("sm_90a"), inputs, out, lse)
+    assert not launches
+
+
+def test_a_configuration_with_splits_has_none_where_one_is_enough() -> None:
+    """What would combine one split is not launched, so the kernel must write the output itself."""
+    few = problem_of(batch=1, heads=8, kv_heads=8, seqlen_q=256, seqlen_k=32768)
+    for apart in (False, True):
+        config = replace(KERNEL.config(few), split=True, combine_in_kernel=not apart)
+        split, splits = forward_launch.config_and_splits(config, few)
+        assert (split, len(forward_launch.sources_of(split))) == (config, 1 + apart) and splits > 1
+        whole, splits = forward_launch.config_and_splits(config, replace(few, num_splits=1))
+        assert (whole.split, whole.combine_in_kernel, splits) == (False, False, 1)
+        assert len(forward_launch.sources_of(whole)) == 1
+
+
+def test_a_window_that_reaches_past_every_row_stays_one_where_it_is_compiled_in() -> None:
+    """A side of −1 would hide every key from a kernel that has that side."""
+    problem = problem_of(window_left=1 << 20, window_right=0)
+    config = replace(KERNEL.config(problem), has_left=True)
+    given = forward_launch.hopper_params(config, problem, (4, 4096, 16, 128), (1, 1, 1), (1, 1), 1)
+    assert (given.window_left, given.window_right) == (8192, 0)
+
+
 def test_the_classes_reach_every_head_dim_and_the_smallest_comes_first() -> None:
     for head_dim in range(8, 257, 8):
         for head_dim_v in range(8, 257, 8):
