@@ -396,8 +396,10 @@ def test_needs_grad_when_a_differentiable_input_does(name: str) -> None:
         (lambda t: t[..., ::2], False),
         (lambda t: torch.cat([t, t[..., :1]], -1)[..., :8], False),
         (lambda t: t[:, :, :1].expand_as(t), True),
+        (lambda t: torch.randn(330).as_strided(t.shape, (162, 32, 8, 1)), False),
+        (lambda t: torch.randn(330)[: 5 * 32].as_strided((1, 5, 4, 8), (162, 32, 8, 1)), True),
     ],
-    ids=["plain", "transposed", "shifted", "strided", "odd rows", "expanded"],
+    ids=["plain", "transposed", "shifted", "strided", "odd rows", "expanded", "batch of two", "batch of one"],
 )
 def test_aligned_means_that_wide_loads_are_possible(change: Any, aligned: bool) -> None:
     q, k, v = (change(torch.randn(2, 5, 4, 8)) for _ in range(3))
