@@ -16,19 +16,13 @@ from typing import TYPE_CHECKING
 
 from flashlane.core.problem import FEATURES
 from flashlane.jit import LIMITS
+from flashlane.kernels.params import SCALES
+from flashlane.kernels.score import LARGEST_CAP, cap_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from flashlane.core.problem import AttentionProblem, Group
-
-SCALES = (1e-30, 1e30)
-"""Scales that stay normal numbers in f32 after the factor log2(e)."""
-
-
-LARGEST_SOFTCAP = 1e4
-"""The largest soft cap of CUDA kernels. They compute tanh(x) as 1 − 2 / (e^2x + 1), whose absolute error is an eps of
-f32: the cap multiplies it, so that scores under a cap of 1e6 are off by 0.09, and all alike under one of 1e10."""
 
 
 def of_group(*groups: Group) -> tuple[str, ...]:
@@ -50,21 +44,6 @@ PAGED = of_group("paged")
 def is_cached(problem: AttentionProblem) -> bool:
     """Whether k and v of a problem are a key/value cache: its sequences lie somewhere in it, or it has pages."""
     return any(getattr(problem, name) for name in (*CACHE, *PAGED))
-
-
-def softcap_refusal(problem: AttentionProblem, largest: float) -> str | None:
-    """Why a kernel that computes in f32 cannot cap the scores of a problem, or None.
-
-    Args:
-        problem: the attention problem.
-        largest: the largest soft cap that the kernel takes.
-    """
-    cap = problem.softcap
-    if cap > largest:
-        return f"softcap is {cap:g}; it takes up to {largest:g}"
-    if cap and abs(problem.scale) / cap > SCALES[1]:
-        return f"softcap is {cap:g} and scale {problem.scale:g}; it takes at least {abs(problem.scale) / SCALES[1]:g}"
-    return None
 
 
 def unsupported_features(
@@ -92,4 +71,4 @@ def unsupported_features(
         return f"scale is {problem.scale:g}; it takes {SCALES[0]:g} to {SCALES[1]:g}"
     if problem.arch not in architectures:
         return f"architecture is {problem.arch}; it takes {', '.join(architectures)}"
-    return softcap_refusal(problem, LARGEST_SOFTCAP)
+    return cap_refusal(problem, LARGEST_CAP)

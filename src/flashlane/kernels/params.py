@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from flashlane.jit.launch import Dim3, Function
 
 LOG2_E = math.log2(math.e)
+SCALES = (1e-30, 1e30)
+"""Scales that stay normal numbers in f32 after the factor log2(e)."""
 _SIDES = {"q": ("batch", "row", "head", "column"), "k": ("batch", "row", "head", "column")}
 _SIDES |= {"v": _SIDES["k"], "out": ("batch", "row", "head")}
 _STRIDES = [f"{side}_{axis}" for side, axes in _SIDES.items() for axis in axes]

@@ -13,10 +13,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashlane.core.modifiers import LARGEST_BOUNDED, TENSOR_OF, forms
-from flashlane.kernels.params import LOG2_E
+from flashlane.kernels.params import LOG2_E, SCALES
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem, Inputs
+
+
+LARGEST_CAP = 1e4
+"""The largest soft cap of CUDA kernels. They compute tanh(x) as 1 − 2 / (e^2x + 1), whose absolute error is an eps of
+f32: the cap multiplies it, so that scores under a cap of 1e6 are off by 0.09, and all alike under one of 1e10."""
+
+
+def cap_refusal(problem: AttentionProblem, largest: float) -> str | None:
+    """Why a kernel that computes in f32 cannot cap the scores of a problem, or None.
+
+    Args:
+        problem: the attention problem.
+        largest: the largest soft cap that the kernel takes.
+    """
+    cap = problem.softcap
+    if cap > largest:
+        return f"softcap is {cap:g}; it takes up to {largest:g}"
+    if cap and abs(problem.scale) / cap > SCALES[1]:
+        return f"softcap is {cap:g} and scale {problem.scale:g}; it takes at least {abs(problem.scale) / SCALES[1]:g}"
+    return None
 
 
 def cap_needs_no_maximum(problem: AttentionProblem) -> bool:

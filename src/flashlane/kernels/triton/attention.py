@@ -15,8 +15,8 @@ from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import TunableKernel, memoised, register
 from flashlane.jit.toolchain import architecture_number
-from flashlane.kernels.features import SCALES, softcap_refusal
-from flashlane.kernels.params import LOG2_E
+from flashlane.kernels.params import LOG2_E, SCALES
+from flashlane.kernels.score import cap_refusal
 from flashlane.kernels.triton import cost
 from flashlane.kernels.triton import forward_configs as configs
 from flashlane.kernels.triton.forward_configs import TritonConfig
@@ -64,7 +64,7 @@ def triton_refusal(problem: AttentionProblem, dtypes: tuple[str, ...], max_head_
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > max_head_dim:
         return f"head_dim is {largest}; it takes up to {max_head_dim}"
-    return softcap_refusal(problem, SCALES[1])
+    return cap_refusal(problem, SCALES[1])
 
 
 class TritonAttention(TunableKernel):

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from flashlane.core.problem import AttentionProblem, Inputs
-from flashlane.kernels.features import SCALES
+from flashlane.kernels.params import SCALES
 from flashlane.kernels.score import ScoreConfig
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
