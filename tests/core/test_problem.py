@@ -15,6 +15,7 @@ import torch
 
 from flashlane.core import problem as problem_module
 from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.validate import check_contents, check_flag
 from flashlane.kernels.seqlen import SeqlenParams
 
 
@@ -460,3 +461,25 @@ def test_a_problem_keeps_its_hash_to_itself() -> None:
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         subprocess.run([sys.executable, "-c", program], input=pickle.dumps(problem), env=environment, check=True)
+
+
+@pytest.mark.parametrize("pages", [None, 3], ids=["rows", "pages"])
+def test_lengths_of_a_repeated_call_are_those_that_its_cache_holds(pages: int | None) -> None:
+    """A call like an earlier one is checked for what its lengths hold alone."""
+    q, k = torch.zeros(2, 1, 4, 8), torch.zeros(2 if pages is None else 6, 5, 4, 8)
+    table = None if pages is None else torch.arange(6, dtype=torch.int32).view(2, 3)
+    most = 5 * (pages or 1)
+    for name in ("seqused_k", "leftpad_k"):
+        for length in (0, most):
+            given = torch.tensor([1, length], dtype=torch.int32)
+            check_contents(Inputs(q, k, k, block_table=table, **{name: given}))
+        for length in (-1, most + 1):
+            given = torch.tensor([1, length], dtype=torch.int32)
+            with pytest.raises(ValueError, match=rf"{name} is \[1, {length}\]; it may be 0 to {most}"):
+                check_contents(Inputs(q, k, k, block_table=table, **{name: given}))
+
+
+@pytest.mark.parametrize("kind", [bool, int, float, np.bool_, torch.tensor])
+@pytest.mark.parametrize("value", [False, True])
+def test_flags_may_be_numbers(kind: Any, value: bool) -> None:
+    assert check_flag("causal", kind(value)) is value
