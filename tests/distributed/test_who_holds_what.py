@@ -43,6 +43,14 @@ def test_tokens_of_sixteen_on_three_ranks(layout: str, held: list[list[int]]) ->
     assert found == held
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_other_layouts_go_across_documents(layout: str) -> None:
+    """They divide the tokens of the call, whichever documents those belong to."""
+    for rank in range(3):
+        of_call = token_indices(16, layout=layout, rank=rank, world_size=3)
+        assert torch.equal(token_indices(cu_seqlens=_cu((4, 7, 5)), layout=layout, rank=rank, world_size=3), of_call)
+
+
 def test_zigzag_cuts_every_document() -> None:
     """Each rank has the same share of every document, and so of the work under a causal mask."""
     runs = runs_of("zigzag", (16, 8), 2, 0)
