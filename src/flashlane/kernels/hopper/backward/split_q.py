@@ -168,15 +168,19 @@ def _order_of(
     compared = [section] if section else compared_sections(problem) if masked else [1]
     costs = [count + start for count in steps]
 
-    def whole(section: int, inner: bool = False) -> float:
+    def whole(section: int) -> float:
         if not masked:  # tiles of one length, which end together
             return -(-tiles // workers) * (longest + start)
-        time = makespan(costs, sections_of(heads, section), workers, SIMULATED)
-        return time * crowding(problem, section, workers, inner)
+        return makespan(costs, sections_of(heads, section), workers, SIMULATED)
 
+    times = {section: whole(section) for section in compared}
     step_orders = (False, True) if may_be_inner else (False,)
-    orders = ((whole(section, inner), section, inner) for inner in step_orders for section in compared)
-    time, section, inner = min(orders, key=lambda order: order[0])
+    slowed = (
+        (times[section] * (crowding(problem, section, workers, inner) if masked else 1.0), section, inner)
+        for inner in step_orders
+        for section in compared
+    )
+    time, section, inner = min(slowed, key=lambda order: order[0])
     found = TileOrder(section, heads_inner=inner)
     least = (1 - (LEAST_OF_MASKED if masked else LEAST_SAVING)) * time
     even = heads * sum(costs) / workers
