@@ -379,6 +379,15 @@ def test_what_has_no_derivative_is_asked_for_its_tangent_too(monkeypatch: pytest
     assert any(t is slopes for t in seen)
 
 
+def test_what_has_no_tangent_is_computed_among_dual_numbers() -> None:
+    q, k, v = qkv()
+    expected = flashlane.flash_attn_func(q, k, v)
+    with forward_ad.dual_level():
+        out = flashlane.flash_attn_func(q, k, v)
+        torch.testing.assert_close(out, expected)
+        assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
+
+
 # --- modes, subclasses, views ---
 
 
