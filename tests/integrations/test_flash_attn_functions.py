@@ -219,6 +219,12 @@ def test_the_rotary_module(scale_base: int | None) -> None:
         module(q, kv, seqlen_offset=torch.tensor([1]))
 
 
+def test_the_angles_of_a_module_in_bf16_are_those_of_f32() -> None:
+    tables = rotary.RotaryEmbedding(8).bfloat16().tables(3000, torch.device("cpu"), torch.float32)
+    for table, wanted in zip(tables, rotary.RotaryEmbedding(8).tables(3000, torch.device("cpu"), torch.float32)):
+        torch.testing.assert_close(table, wanted)
+
+
 # --- FlashAttention-3 and -4: lengths ---
 
 LONG_Q, LONG_K = [5, 0, 7], [9, 4, 1]
@@ -413,6 +419,18 @@ def test_the_third_is_the_plain_function() -> None:
     assert fa4.get_scheduler_metadata(9, 9, 8, 4, 16, 1, causal=True) is None
     with pytest.raises(TypeError, match="casual"):
         fa3.get_scheduler_metadata(2, 9, 9, 8, 4, 16, None, casual=True)
+
+
+def test_a_packed_tensor_may_have_one_head_of_q() -> None:
+    qkv = torch.randn(1, 3, 3, 8, dtype=F64)
+    found = fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=1)
+    torch.testing.assert_close(found, flashlane.flash_attn_func(*qkv.split(1, 2)))
+
+
+def test_keys_and_values_of_every_other_column_are_joined() -> None:
+    rows, q = torch.randn(1, 3, 2, 24), torch.randn(1, 3, 2, 6)
+    k, v = rows[..., :12:2], rows[..., 6:18:2]
+    torch.testing.assert_close(joined(q, q, k, v)[1], torch.cat([k, v], -1))
 
 
 @pytest.mark.parametrize("heads", [1, 4, 5])
