@@ -81,6 +81,7 @@ def test_what_a_launch_of_splits_is_given(launches: Launches, floats: list[torch
     places = [getattr(attention, name) for name in ("q", "k", "v", "out", "lse")]
     assert places == [t.data_ptr() for t in (inputs.q, inputs.k, inputs.v, out, lse)]
     assert (attention.batch, attention.heads, attention.group, attention.seqlen_k) == (2, 8, 4, 8192)
+    assert (attention.q_batch, attention.q_head, attention.out_batch, attention.out_head) == (512, 64, 640, 80)
     assert (attention.v_batch, attention.v_row, attention.v_head) == inputs.v.stride()[:3]
     assert (given.kv_heads, given.m_blocks, given.total_q, given.equal_lengths) == (2, 1, -1, 1)
     assert given.group_inverse == 1 << 30 and given.split.splits == 3 and given.split.arrivals == 77
@@ -159,6 +160,8 @@ def test_configurations_that_cannot_run_are_refused(launches: Launches) -> None:
         with pytest.raises(ValueError, match="no stream-K and no clusters, as num_splits is 2"):
             KERNEL.run(config_of(asked, **changes), asked, inputs, *results_of(inputs))
     assert len(launches) == 1
+    KERNEL.run(config_of(asked), asked, inputs, *results_of(inputs))
+    assert len(launches) == 2 and launches[1][0] == (2, 2, 2)
 
 
 def test_without_queries_nothing_is_launched(launches: Launches) -> None:
