@@ -73,7 +73,7 @@ def measure(arguments: argparse.Namespace) -> Results:
     count = compile_ahead(itertools.product(kernels, problems))
     print(f"{len(kernels)} tags, {count} configurations compiled, {settings}", file=sys.stderr, flush=True)
     path = arguments.out / "baseline.json"
-    results = kept(path, arguments.resume)
+    results = kept(path, arguments.resume, device)
     jobs = [(problem, settings, "") for problem in problems]
     jobs += [(problem, replace(settings, protocols=("replay",)), REPLAY) for problem in replayed]
     with Bar(len(jobs)) as reporter:

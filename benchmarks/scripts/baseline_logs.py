@@ -35,7 +35,7 @@ def measure(arguments: argparse.Namespace) -> Results:
     settings = settings_for(implementations, arguments.seconds, arguments.rounds)
     compile_ahead((registry.get(tag), line.problem) for line in lines for tag in line.kernels)
     path = arguments.out / "baseline_logs.json"
-    results = kept(path, arguments.resume)
+    results = kept(path, arguments.resume, device)
     with Bar(len(lines)) as reporter:
         for seed, line in enumerate(lines):
             if has_rows(results, line.problem, line.log):

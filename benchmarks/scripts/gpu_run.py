@@ -60,13 +60,18 @@ def saved_rows(path: Path, form: str, key: str, device: torch.device) -> dict[st
         raise ValueError(f"--resume: {path} is no file of this script: {error!r}") from None
     if body.get("format") != form:
         raise ValueError(f"--resume: {path} has format {body.get('format')!r}; it must be {form!r}")
+    _check_same(path, before, now)
+    return rows
+
+
+def _check_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a ValueError where a file was measured on another device or with other versions."""
     for name in SAME:
         if before.get(name) != now.get(name):
             raise ValueError(
                 f"--resume: {path} was measured with {name} {before.get(name)}, here it is {now.get(name)}; measure "
                 "into another file"
             )
-    return rows
 
 
 def options(description: str | None, name: str, seconds: float) -> argparse.ArgumentParser:
@@ -78,9 +83,20 @@ def options(description: str | None, name: str, seconds: float) -> argparse.Argu
     return parser
 
 
-def kept(path: Path, resume: bool) -> Results | None:
-    """The results of an earlier run that ``--resume`` goes on from, or None."""
-    return bench.load_results(path) if resume and path.exists() else None
+def kept(path: Path, resume: bool, device: torch.device) -> Results | None:
+    """The results of an earlier run that ``--resume`` goes on from, or None.
+
+    Raises:
+        SystemExit: the file is no file of results, or was measured on another device or with other versions.
+    """
+    if not (resume and path.is_file()):
+        return None
+    try:
+        results = bench.load_results(path)
+        _check_same(path, results.environment, environment(device))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    return results
 
 
 def has_rows(results: Results | None, problem: AttentionProblem, note: str = "") -> bool:
