@@ -235,11 +235,11 @@ def checked(division: Division, rank: int, kind: Kind, device: torch.device) -> 
 
 
 def as_one_gpu(kind: Kind, first: int, length: int, device: torch.device) -> dict[str, Any]:
-    """Two ranges that are one sequence, the first of whole m-blocks: the bits of one GPU's launch."""
+    """Two ranges that are one sequence, the first of whole m-blocks: the bits of one range's launch, as a rank's."""
     whole = Block(0, 0, length, 0, length, -1, 0)
     blocks = [replace(whole, q_stop=first, k_stop=first), replace(whole, q_first=first)]
     torch.manual_seed(6)
-    one = RankCalls([whole], (0, kind.kv_heads), device, kind)
+    one = RankCalls([whole], (0, kind.kv_heads), device, kind, shares=True)
     partials = one.backward()
     expected = [one.dq.clone(), partials[0][0].dk, partials[0][0].dv]
     tensors = one.q, one.k, one.v, one.do

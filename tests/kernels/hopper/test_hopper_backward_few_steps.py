@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from timed_problems import problem_titled
 
+from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.hopper.backward.one_cta import tiles
 from flashlane.kernels.hopper.backward.select import config_of
 
@@ -23,12 +24,18 @@ def timed(name: str) -> list[dict[str, Any]]:
     return [row for key, rows in body.items() if key != "environment" for row in rows]
 
 
+def has_few_steps(problem: AttentionProblem) -> bool:
+    """Whether what is between tiles counts most; of half as many queries without a mask."""
+    queries = tiles.FEW_STEPS if tiles.is_masked(problem) else tiles.FEW_STEPS // 2
+    return tiles.few_steps(problem) and (problem.window_left >= 0 or problem.rows_of_kv_head <= queries)
+
+
 def losses(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Times as long as the fastest candidate the choice of today takes, of problems of few steps where it was timed."""
     found = {}
     for row in rows:
         problem = problem_titled(row["title"])
-        if problem.head_dim > 128 or not tiles.few_steps(problem):
+        if problem.head_dim > 128 or not has_few_steps(problem):
             continue
         # Of a configuration that was timed twice, the mean.
         times: dict[str, list[float]] = {}
@@ -72,7 +79,7 @@ def test_without_a_mask_the_predicted_time_chooses_and_loses_little_whatever_the
         tile = tiles.pick(problem)
         name = "k2idle" if tile.postprocess == "idle_warps" else NAMES[tile.block_m, tile.k_stages]
         losses.append(row["ms"][name] / min(row["ms"].get(each, math.inf) for each in (*NAMES.values(), "k2idle")))
-        long += not tiles.few_steps(problem)
+        long += not has_few_steps(problem)
     assert long == 46 and len(losses) == 57
     assert statistics.geometric_mean(losses) < 1.002 and max(losses) < 1.03
     found = tiles.pick(problem_titled("D128 full N701 B3 H40/20"))

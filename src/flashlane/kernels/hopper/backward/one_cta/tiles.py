@@ -21,11 +21,11 @@ SHORT_SEQUENCES = 1024
 of K, next to steps of 80: 1.03 times as fast in the mean of 36 problems of up to 1200 queries, 0.97 to 1.24 (notebook
 0040). It is measured, as the host knows no lengths but the longest, from which steps cannot be counted."""
 FEW_STEPS = 2048
-"""Queries that see a tile under a mask, of all heads of its group, up to which what is between tiles counts most; half
-as many without a mask, of packed sequences. Up to it the tile of few steps was 1.02 to 1.06 times as fast at D 72 to 96
-in five causal problems (notebook 0024, benchmarks/archive/backward_main_loop.json). Above it, at D 104 to 128, dense
-causal problems keep another rule: of 12 that were timed and whose tile the predicted time would change, 7 are slower
-with that one, by up to 4 % (benchmarks/archive/backward_few_steps.json). Windows were not timed with both."""
+"""Queries that see a tile under a mask, of all heads of its group, up to which what is between tiles counts most. Up to
+it the tile of few steps was 1.02 to 1.06 times as fast at D 72 to 96 in five causal problems (notebook 0024,
+benchmarks/archive/backward_main_loop.json). Above it, at D 104 to 128, dense causal problems keep another rule: of 12
+that were timed and whose tile the predicted time would change, 7 are slower with that one, by up to 4 %
+(benchmarks/archive/backward_few_steps.json). Windows were not timed with both."""
 WITHOUT_PING_PONG = range(113, 121)
 """Head dims whose steps of 80 queries are 1 % faster without ping-pong; with 104 and 112 they are not."""
 WINDOW_STEP = (28, 12)
@@ -79,9 +79,6 @@ MAX_REGISTER_ATOMICS = 96
 MAX_SMALL_REGISTER_ATOMICS = 120
 """The same with 64 queries a step under a window: shared memory then has room for dK and dV (notebook 0025). Without a
 window they were faster at any head dim (notebook 0054)."""
-MAX_MIXED = 88
-"""Head dims up to which steps of 64 queries, with dQ of two forms and dK and dV stored by TMA, are faster for packed
-sequences of twice as many queries as up to 96, and without a mask too (notebook 0025)."""
 MEDIUM_PEELED_STEP, PADDING = (0.97, 1.006), 0.4
 """Of head dims 72 to 96: what a step of 96 queries takes as a part of one of 64 with idle warps, for as many queries
 with :data:`WIDE_STEP`, without a mask and with one; and the part of the time of padded products that it takes longer.
@@ -155,9 +152,10 @@ def finished(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
         zeros = zeros_of(problem, tile.block_n, section, SMS, own_tiles=True)
         worth = zeros_are_worth_it(problem, zeros, tile.block_m, tile.block_n, 1)
         tile = replace(tile, in_kernel_zeros=worth)
-    # Of 52 problems those with these tiles were faster, and others slower (notebook 0027).
+    # Of 52 problems those with these tiles were faster, and others slower (notebook 0027); of packed ones 37 of
+    # 41 (notebook 0071).
     few_queries = wide and tile.block_m == 64 and tile.k_stages > 1 and tile.ping_pong == "until_issued"
-    tile = replace(tile, skips_hidden=few_queries and masked and not (problem.varlen or problem.deterministic))
+    tile = replace(tile, skips_hidden=few_queries and masked and not problem.deterministic)
     tile = tile.specialised(problem)
     return replace(tile, **ways_of(problem, tile, SMS))
 
@@ -251,16 +249,11 @@ def in_kernel_part(problem: AttentionProblem, tile: OneCtaConfig) -> float:
 def middle_tile(problem: AttentionProblem, tile: OneCtaConfig) -> OneCtaConfig:
     """The tile of head dims 72 to 96 without score modifiers."""
     small = replace(tile, block_m=64, k_stages=2, ping_pong="until_issued")
-    large = replace(tile, block_m=96)
-    if not problem.varlen:
-        # Windows are faster with it however many queries see a tile (notebook 0043).
-        windowed = problem.window_left >= 0
-        return idle_warps_where_worth_it(problem, small) if windowed else fastest_middle_tile(problem, large, small)
-    mixed = max(problem.head_dim, problem.head_dim_v) <= MAX_MIXED
-    if problem.window_left >= 0:  # of each query head
-        return small if few_steps(problem) or reach_of(problem) <= FEW_STEPS else large
-    few = few_steps(problem, 2 * FEW_STEPS if problem.has_right_only and mixed else FEW_STEPS)
-    return small if few and (problem.has_right_only or mixed) else large
+    if problem.varlen:
+        return small  # than steps of 96 it was faster in 61 of 65 problems, and slower by up to 4 % (notebook 0071)
+    if problem.window_left >= 0:  # faster however many queries see a tile (notebook 0043)
+        return idle_warps_where_worth_it(problem, small)
+    return fastest_middle_tile(problem, replace(tile, block_m=96), small)
 
 
 def fastest_middle_tile(problem: AttentionProblem, large: OneCtaConfig, small: OneCtaConfig) -> OneCtaConfig:
@@ -334,16 +327,10 @@ def least_work(problem: AttentionProblem, tile: OneCtaConfig, rows: tuple[int, .
     return min(rows, key=work)
 
 
-def few_steps(problem: AttentionProblem, most: int = FEW_STEPS) -> bool:
-    """Whether tiles of dense tensors are so short that what is between them matters most.
-
-    Args:
-        problem: the attention problem.
-        most: queries that see a tile under a mask; half as many without.
-    """
-    if problem.window_left >= 0:
-        return reach_of(problem) * problem.group <= most
-    return problem.rows_of_kv_head <= (most if problem.window_right >= 0 else most // 2)
+def few_steps(problem: AttentionProblem) -> bool:
+    """Whether tiles are so short under a mask that what is between them matters most."""
+    queries = reach_of(problem) * problem.group if problem.window_left >= 0 else problem.rows_of_kv_head
+    return queries <= FEW_STEPS
 
 
 def reach_of(problem: AttentionProblem) -> int:
