@@ -195,7 +195,7 @@ def test_what_it_is_given_is_checked() -> None:
         ("lse", what.lse.double()), ("lse", what.lse[:, 1:]), ("dlse", what.dlse.bfloat16()),
     )  # fmt: skip
     for name, wrong in cases:
-        with pytest.raises(ValueError, match=rf"^{name} (is|has) "):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} has (shape|dtype) "):
             run(problem, inputs, replace(what, **{name: wrong}))
     with pytest.raises(NotImplementedError, match="the Hopper backward cannot run"):
         hopper_backward(replace(problem, dropout_p=0.5), inputs, what.out, what.lse, what.do)
