@@ -6,79 +6,15 @@ own, in any order.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-Role = Iterator[Callable[[], bool]]
-"""A thread's program: it yields what it waits for."""
+from barrier_model import NUMBERS, STAGES, Barrier, Role, anytime, stages_of
+
 NO_TILE = -1
-RANKS = NUMBERS = STAGES = (0, 1)
-
-
-class Hang(AssertionError):
-    """Nobody can go on."""
-
-
-class Barrier:
-    """An mbarrier: a phase ends when all have arrived and all bytes have come (PTX ISA, mbarrier)."""
-
-    def __init__(self, count: int) -> None:
-        self.count = self.pending = count
-        self.bytes = self.phase = 0
-
-    def _turn(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.phase, self.pending = self.phase + 1, self.count
-
-    def arrive(self, expected: int = 0) -> None:
-        assert self.pending > 0, "more arrivals than the barrier counts"
-        self.pending, self.bytes = self.pending - 1, self.bytes + expected
-        self._turn()
-
-    def complete(self, size: int = 1) -> None:
-        self.bytes -= size
-        self._turn()
-
-    def wait(self, parity: int) -> Callable[[], bool]:
-        return lambda: self.phase % 2 != parity % 2
-
-
-def anytime() -> bool:
-    """Others may go first here."""
-    return True
-
-
-def play(roles: Sequence[Role], events: list[Callable[[], None]], chance: random.Random) -> None:
-    """Runs all roles to their ends in a random order, with events whose time is any.
-
-    Raises:
-        Hang: somebody is left, and waits.
-    """
-    waits = dict.fromkeys(roles, anytime)
-    eager = {role: chance.random() ** 3 + 0.01 for role in roles}
-    for_events = chance.random() ** 2 + 0.02
-    while waits or events:
-        ready = [role for role, wait in waits.items() if wait()]
-        if not ready and not events:
-            raise Hang
-        weights = [eager[role] for role in ready] + [for_events * len(events)] * bool(events)
-        chosen = chance.choices([*ready, None] if events else ready, weights)[0]
-        if chosen is None:
-            events.pop(chance.randrange(len(events)))()
-        elif (wait := next(chosen, None)) is None:
-            del waits[chosen]
-        else:
-            waits[chosen] = wait
-
-
-# --- two_cta/kernel.cu: a cluster of two CTAs
-
-
-def stages_of(count: int) -> list[Barrier]:
-    return [Barrier(count) for _ in STAGES]
+RANKS = (0, 1)
 
 
 @dataclass

@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_model import NO_TILE, NUMBERS, RANKS, Cluster, Hang, Role, anytime, play
+from barrier_model import NUMBERS, Hang, Role, anytime, play
+from cluster_model import NO_TILE, RANKS, Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timed_problems import problem_titled

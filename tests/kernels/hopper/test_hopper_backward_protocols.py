@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from cluster_model import NO_TILE, NUMBERS, RANKS, Cluster, Hang, Role, anytime, play, stages_of
+from barrier_model import NUMBERS, Hang, Role, anytime, play, stages_of
+from cluster_model import NO_TILE, RANKS, Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
