@@ -25,6 +25,8 @@
 // dQ is one m-block late, so that neither consumer waits for the other's dS of this step. Where K has two stages, the
 // first step of a tile makes the last dQ of the tile before (software pipelining across tiles). Where it has one, the
 // first step may be peeled: it makes no dQ, and dP before S, whose K comes last.
+// A last tile of 64 keys or fewer has none for the second consumer, which then makes nothing but its half of dQ
+// (SKIPS_KEYLESS).
 //
 // The loads of the next tile run under the stores of the one before. What the variants differ in is in
 // policies.cuh: how dQ is added, whether the last tiles are split along their queries, where dQ's postprocess runs,
