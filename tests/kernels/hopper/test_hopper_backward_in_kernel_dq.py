@@ -247,10 +247,10 @@ def test_windows_of_any_width_have_idle_warps_up_to_96(batch: int, heads: int, k
         (128, {"window_left": 1024, "window_right": 0}, 4100, (64, "off", 1)),
         (112, {"window_left": 1024, "window_right": 0}, 4100, (80, "until_complete", 1)),
         (128, {"window_left": 2048, "window_right": 512}, 4100, (80, "until_complete", 1)),
-        (96, {}, 9000, (96, "off", 1)),
-        (96, {"window_right": 0}, 9000, (96, "off", 1)),
+        (96, {}, 9000, (64, "until_issued", 2)),
+        (96, {"window_right": 0}, 9000, (64, "until_issued", 2)),
         (96, {"window_left": 1024, "window_right": 0}, 4100, (64, "until_issued", 2)),
-        (80, {"window_left": 2048, "window_right": 512}, 4100, (96, "off", 1)),
+        (80, {"window_left": 2048, "window_right": 512}, 4100, (64, "until_issued", 2)),
         (64, {"window_right": 0}, 9000, (128, "off", 2)),
     ],
 )

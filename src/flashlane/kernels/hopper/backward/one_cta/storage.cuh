@@ -51,10 +51,10 @@ static_assert(STAGING != Staging::DS_AND_ROOM || (K_STAGES == 1 && QK_CHUNKS == 
               "dV and a chunk of dK of two warps lie in a consumer's half of a stage of dS");
 static_assert(!PEELED || (!PIPELINED_TILES && !SKIPS_HIDDEN && !(Dq::IN_ORDER && Dq::TMA)));
 // Whether consumer 1 makes no products of a tile that has no keys of it. SKIPS_HIDDEN finds that step by step. Next to
-// these steps ptxas makes the loop over others 2 to 4 % slower up to head dim 96 (notebook 0071), and with a bias by
-// distance it spills 50 bytes more.
+// these steps ptxas makes the loop over others 2 to 4 % slower up to head dim 96 (notebook 0071), and with programs and a
+// bias by distance it spills up to 50 bytes more.
 constexpr bool SKIPS_KEYLESS =
-    constant_max(HEAD_DIM, HEAD_DIM_V) > 96 && !SKIPS_HIDDEN && !Score::HAS_DISTANCE;
+    constant_max(HEAD_DIM, HEAD_DIM_V) > 96 && !(SKIPS_HIDDEN || BY_PROGRAM || Score::HAS_DISTANCE);
 // The first step then makes dP before S, as V comes before K.
 constexpr bool DP_FIRST = PEELED;
 // Of whole tiles; dK and dV of a split are complete later.
