@@ -51,7 +51,7 @@ static_assert(STAGING != Staging::DS_AND_ROOM || (K_STAGES == 1 && QK_CHUNKS == 
               "dV and a chunk of dK of two warps lie in a consumer's half of a stage of dS");
 static_assert(!PEELED || (!PIPELINED_TILES && !SKIPS_HIDDEN && !(Dq::IN_ORDER && Dq::TMA)));
 // Whether consumer 1 makes no products of a tile that has no keys of it. SKIPS_HIDDEN finds that step by step. Next to
-// these steps ptxas makes the loop over others 2 to 4 % slower up to head dim 96 (notebook 0071), and with programs and a
+// these steps ptxas makes the loop over others 2 to 4 % slower up to head dim 96 (notebook 0071). With programs or a
 // bias by distance it spills up to 50 bytes more.
 constexpr bool SKIPS_KEYLESS =
     constant_max(HEAD_DIM, HEAD_DIM_V) > 96 && !(SKIPS_HIDDEN || BY_PROGRAM || Score::HAS_DISTANCE);
