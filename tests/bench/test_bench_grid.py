@@ -48,6 +48,12 @@ def test_bounds_say_what_is_possible():
     with pytest.raises(ValueError, match=r"--D has 2048 \(given '64,2048'\); it may be 1 to 1024"):
         parse_sizes("64,2048", "--D", high=1024)
     assert parse_sizes("0", "--seqlen-k", low=0) == (0,)
+    most = 2**63 - 1
+    assert parse_sizes(str(most), "--N") == (most,)
+    with pytest.raises(ValueError, match=f"--N has {most + 1}; it may be 1 to {most}"):
+        parse_sizes(str(most + 1), "--N")
+    with pytest.raises(ValueError, match="--N has 0; it may be at least 1"):
+        parse_sizes("0", "--N")
 
 
 def test_dtypes():

@@ -84,6 +84,12 @@ def test_unchecked_is_said(add):
     assert row.status == "unchecked" and row.verdict is None and row.timing is not None
 
 
+def test_tensors_that_no_memory_can_hold_are_out_of_memory():
+    """Their bytes overflow what torch counts them with, which it says in other words."""
+    results = run(bench.make_problem(10**6, 10**6, 10**5, 64))
+    assert not results.rows and [s.reason for s in results.skipped] == ["out of memory: its tensors do not fit"]
+
+
 def test_peers_that_raise_are_rows_that_say_so():
     def broken(problem, inputs):
         raise ImportError("its library is broken")

@@ -469,9 +469,10 @@ def stop_if_broken(device: torch.device, tag: str, problem: AttentionProblem, er
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error of torch says that memory ran out."""
+    """Whether an error of torch says that memory ran out, or that no memory could hold so many bytes."""
     text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text
+    words = ("out of memory", "can't allocate memory", "storage size calculation overflowed")
+    return isinstance(error, torch.OutOfMemoryError) or any(each in text for each in words)
 
 
 def explained(error: Exception, heard: Sequence[warnings.WarningMessage]) -> str:

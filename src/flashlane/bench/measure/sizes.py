@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 MAX_SWEEP = 4096
 """The largest number of sizes of a sweep."""
+MAX_SIZE = 2**63 - 1
+"""The largest size that torch's integers hold."""
 _SWEEP = re.compile(r"^(\d+):(\d+):([x+])(\d+)$")
 
 
@@ -17,12 +19,14 @@ def parse_sizes(text: str, name: str, *, low: int = 1, high: int | None = None) 
     sweeps. Order is kept, repeats are dropped.
 
     Raises:
-        ValueError: it is not of that form, or a size is below ``low`` or above ``high``; the message has ``name``.
+        ValueError: it is not of that form, or a size is below ``low`` or above ``high`` (without one, what 64
+            bits hold); the message has ``name``.
     """
     sizes = tuple(dict.fromkeys(size for item in text.split(",") for size in _item_sizes(item.strip(), text, name)))
+    highest = MAX_SIZE if high is None else high
     for size in sizes:
-        if size < low or (high is not None and size > high):
-            bounds = f"at least {low}" if high is None else f"{low} to {high}"
+        if not low <= size <= highest:
+            bounds = f"at least {low}" if high is None and size < low else f"{low} to {highest}"
             raise ValueError(f"{name} has {size}{of_list(str(size), text)}; it may be {bounds}")
     return sizes
 

@@ -23,6 +23,7 @@ import torch
 from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.progress import Reporter, Silent
 from flashlane.bench.measure.results import file_stem, finite, write_atomically
+from flashlane.bench.measure.runner import out_of_memory
 from flashlane.bench.measure.timing import Timing
 
 if TYPE_CHECKING:
@@ -253,8 +254,8 @@ def release(device: torch.device) -> None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    words = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in words)
+    words = ("not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, MemoryError) or out_of_memory(error) or any(word in str(error) for word in words)
 
 
 def refuse_beyond_memory(needed: int, device: torch.device) -> None:
