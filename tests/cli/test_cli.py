@@ -204,6 +204,15 @@ def test_an_empty_path_is_refused_by_every_command(invoke, tmp_path, command):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("option", ["--format", "--kind", "--tags"])
+def test_an_empty_value_of_an_option_is_not_taken_for_an_empty_path(invoke, tmp_path, option):
+    (tmp_path / "no.json").write_text("{}")
+    done = invoke("plot", "no.json", option, "")
+    assert done.exit_code == 2 and "names a file" not in done.stderr
+    named = "no.json" if option == "--tags" else option
+    assert named in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     "words",
     [

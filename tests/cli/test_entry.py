@@ -102,6 +102,7 @@ except SystemExit:
         (("bench", "--iters", "x"), r"error: --iters is 'x'; it may be a whole number", "flashlane bench"),
         (("bench", "--timeout=x"), r"error: --timeout is 'x'; it may be a number", "flashlane bench"),
         (("bench", "--N", "1", "--N", "2"), r"error: --N is given twice; .*", "flashlane bench"),
+        (("plot", ""), r"error: (?-i:RESULTS\.json\.\.\. is '');.*", "flashlane plot"),
         (("bench", "suite"), r"error: missing argument '?SUITE'?.*", "flashlane bench suite"),
     ],
 )

@@ -113,7 +113,8 @@ def _misused(error: Any) -> int:
         error.show()
     else:
         text = _of_value(" ".join(error.format_message().split()))
-        sys.stderr.write(f"error: {text[:1].lower()}{text[1:]}\n")
+        named = text[1:2].isupper()  # it begins with an argument's name, such as TAG
+        sys.stderr.write(f"error: {text if named else text[:1].lower() + text[1:]}\n")
         if context is not None:
             sys.stderr.write(f"{context.command_path} --help says what there is\n")
     return int(error.exit_code)

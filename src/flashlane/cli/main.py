@@ -76,12 +76,14 @@ class _Command(TyperCommand):
         if "" not in args and not any(word.endswith("=") for word in args):
             return
         hints = get_type_hints(self.callback)
+        valued = {name for p in self.params if p.param_type_name == "option" and not p.is_flag for name in p.opts}
+        alone = any(word == "" and before not in valued for before, word in itertools.pairwise(["", *args]))
         for parameter in self.params:
             if "Path" not in str(hints.get(parameter.name)):
                 continue
             option = parameter.param_type_name == "option"
             given = [name for name in parameter.opts if f"{name}=" in args or (name, "") in itertools.pairwise(args)]
-            if given or (not option and "" in args):
+            if given or (not option and alone):
                 name = given[0] if given else parameter.metavar or parameter.name
                 ctx.fail(f"{name} is ''; it names a file or a folder (. is the current one)")
 
