@@ -20,7 +20,7 @@ def compile_command(
     kernels: o.Kernels = "",
     configs: o.Configs = None,
     show_all: o.ShowAll = False,
-    arch: Annotated[str, o.archs("Architectures to compile for, in a list.")] = "",
+    arch: Annotated[str | None, o.archs("Architectures to compile for, in a list.")] = None,
     everything: Annotated[
         bool,
         o.option(
@@ -53,7 +53,7 @@ def compile_command(
     from flashlane.cli.bench import REPORT_ARCH
     from flashlane.inspect import compile_report
 
-    archs = [compile_report.check_arch(name) for name in o.archs_of(arch)] if arch else []
+    archs = [compile_report.check_arch(name) for name in o.archs_of(arch)] if arch is not None else []
     words, exact = o.words_of(tags), o.words_of(kernels)
     exact = (*exact, *o.configured(words, exact, configs))
     selection = Selection(words, exact, show_all=show_all)

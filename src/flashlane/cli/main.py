@@ -52,16 +52,26 @@ def _of_ranks(args: list[str]) -> list[str]:
     return [*RANKS.split(), *(["--step"] if args[0] == "e2e" else []), *args[1:]]
 
 
+LISTS = {
+    "--tags": "a list of words of kernels' tags",
+    "--kernels": "a list of whole tags of kernels",
+    "--dtype": "a name such as f16 or bf16",
+}
+"""What options may be whose command would take an empty value for none."""
+
+
 class _Command(TyperCommand):
     """A command that refuses a size or a choice that is given twice: a list is meant, and the last alone would run.
 
-    It also refuses a path without a letter, which would be the current folder.
+    It also refuses a path without a letter, which would be the current folder, and an empty list, which a variable of
+    the shell that is not set leaves: every kernel would run, or be forgotten.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         before = args[: args.index("--")] if "--" in args else args
         if not ctx.resilient_parsing:
             self._refuse_empty_paths(ctx, before)
+            self._refuse_empty_lists(ctx, before)
         given = [word.partition("=")[0] for word in before if word.startswith("-")]
         for parameter in self.params:
             listed = getattr(parameter, "rich_help_panel", None) in ("Sizes", "Which implementations")
@@ -86,6 +96,14 @@ class _Command(TyperCommand):
             if given or (not option and alone):
                 name = given[0] if given else parameter.metavar or parameter.name
                 ctx.fail(f"{name} is ''; it names a file or a folder (. is the current one)")
+
+    def _refuse_empty_lists(self, ctx: Any, args: list[str]) -> None:
+        own = {name for parameter in self.params for name in parameter.opts}
+        for word, after in itertools.pairwise([*args, None]):
+            name, equals, value = word.partition("=")
+            value = value if equals else after
+            if name in LISTS and name in own and value is not None and not value.strip(" ,"):
+                ctx.fail(f"{name} is {value!r}; it may be {LISTS[name]}, or left out")
 
 
 class _FirstOfTwo(_Command):

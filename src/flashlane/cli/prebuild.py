@@ -30,7 +30,7 @@ def prebuild_command(
         bool,
         o.option("--lists", help="Also flex_attention's kernels of block lists without a score.", panel=o.WHICH),
     ] = False,
-    arch: Annotated[str, o.archs("Architectures, in a list. Default: that of the GPU that is here.")] = "",
+    arch: Annotated[str | None, o.archs("Architectures, in a list. Default: that of the GPU that is here.")] = None,
     out: Annotated[
         Path | None,
         o.option("--out", help="The cache's folder. Default: the one that calls read.", panel=o.OUTPUT),
@@ -66,7 +66,7 @@ def prebuild_command(
     from flashlane.inspect.compile_report import check_arch
     from flashlane.jit import cache
 
-    archs = [check_arch(name) for name in o.archs_of(arch)] if arch else [_present_arch()]
+    archs = [check_arch(name) for name in o.archs_of(arch)] if arch is not None else [_present_arch()]
     if model is not None and (sizes.preset or sizes.options_given()):
         raise ValueError("--model is given together with sizes or --preset; its configuration has the sizes")
     if ptx and out is None:
