@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import flashlane
+from flashlane.bench.measure import device_rates
 from flashlane.cli import sizes as s
 from flashlane.cli.main import app
 from flashlane.core import registry
@@ -202,6 +203,20 @@ def test_an_empty_path_is_refused_by_every_command(invoke, tmp_path, command):
             done = invoke(*command.split(), *words)
             assert done.exit_code == 2 and "is ''; it names a file or a folder" in done.stderr, (words, done.output)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["bench", "compare", "roofline"])
+def test_where_nothing_could_be_timed_the_reason_is_shown_and_the_status_is_1(invoke, monkeypatch, command):
+    """No memory holds such tensors."""
+    monkeypatch.setattr(device_rates, "copy_rate", lambda *_: 1.0)
+    monkeypatch.setattr(device_rates, "matrix_rate", lambda *_: 1.0)
+    device_rates.measure_rates.cache_clear()
+    words = ["--arch", "none"] if command == "bench" else []
+    words += ["--device", "cpu", "--quick", "--N", 10**15, "--kernels", "tiled", "--peers", "none"]
+    done = invoke(command, *words)
+    device_rates.measure_rates.cache_clear()
+    assert done.exit_code == 1 and "error: nothing was timed" in done.stderr, done.output
+    assert "out of memory: its tensors do not fit: tiled" in done.stdout
 
 
 @pytest.mark.parametrize(

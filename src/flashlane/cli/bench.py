@@ -246,9 +246,8 @@ def finish(results: Results, out: Path, convention: str, full_report: bool = Tru
         message = f"the run ended early: {results.stopped}; what is done before is kept"
         notes.print(message, style="bold red", soft_wrap=True, markup=False)
         raise typer.Exit(o.INTERRUPTED if results.stopped == STOPPED else 1)
-    if not results.compiled and not any(row.timing for row in results.rows) and not results.failed:
-        notes.print("error: nothing was timed; the reasons are above", style="bold red", soft_wrap=True)
-        raise typer.Exit(1)
+    if not results.compiled:
+        o.check_timed(results)
     o.end(results, saved)
 
 

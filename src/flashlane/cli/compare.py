@@ -38,8 +38,8 @@ def compare_command(
     longer than --timeout or crashes: it is ended, and the rest is measured without it. The fastest and the one that
     takes least memory a call are named. Writes JSON, CSV and Markdown.
 
-    Exit status: 0 done, 1 a kernel's check failed or it raised, 2 bad input, 3 the files could not be written where
-    they should be.
+    Exit status: 0 done, 1 a kernel's check failed, it raised, or nothing could run, 2 bad input, 3 the files could not
+    be written where they should be.
 
     Examples:
 
@@ -78,6 +78,7 @@ def _finish(results: Results, out: Path) -> None:
     saved, console = save_results(results, out, extra={".md": markdown(results)}, kind="compare"), make_console()
     print_comparison(results, console)
     saved.report_to(console)
+    o.check_timed(results)
     o.end(results, saved)
 
 

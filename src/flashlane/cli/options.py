@@ -192,6 +192,21 @@ def end(results: Results, saved: SavedFiles) -> None:
         raise typer.Exit(NOT_WRITTEN)
 
 
+def check_timed(results: Results) -> None:
+    """End with status 1 where nothing was timed, unless a kernel failed, which :func:`end` says.
+
+    Raises:
+        typer.Exit: nothing was.
+    """
+    if any(row.timing for row in results.rows) or results.failed:
+        return
+    from flashlane.bench.present.table import make_console
+
+    text = "error: nothing was timed; the reasons are above"
+    make_console(stderr=True).print(text, style="bold red", soft_wrap=True)
+    raise typer.Exit(1)
+
+
 def counted(number: int, what: str) -> str:
     """``1 row``, ``2 rows``."""
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -48,7 +48,8 @@ def roofline_command(
     Writes ceilings.json (for plot --ceilings and report), and a picture where matplotlib is installed. Runs on a CPU
     too.
 
-    Exit status: 0 done, 1 a kernel's check failed, 2 bad input, 3 the files could not be written where they should be.
+    Exit status: 0 done, 1 a kernel's check failed or nothing could run, 2 bad input, 3 the files could not be written
+    where they should be.
 
     Examples:
 
@@ -102,8 +103,9 @@ def roofline_command(
     saved.report_to(console)
     if missing:
         say(console, missing, "yellow")
-    if loaded.failed and results is None:
-        raise typer.Exit(1)
+    if results is None:
+        o.check_timed(loaded)
+        o.end(loaded, saved)
     if saved.problem:
         raise typer.Exit(o.NOT_WRITTEN)
 
@@ -149,6 +151,7 @@ def _print(points: list[Placed], ceilings: DeviceRates, results: Results, consol
     from rich.text import Text
 
     from flashlane.bench.measure.device_rates import sentence
+    from flashlane.bench.present.table import print_reasons
     from flashlane.inspect.fitted_table import Column, make_table, significant
 
     columns = [
@@ -167,6 +170,10 @@ def _print(points: list[Placed], ceilings: DeviceRates, results: Results, consol
         console.print(make_table(members, columns, problem, console.width))
         console.print(Text(sentence(members), "bold"))
         console.print()
+    placed = {p.problem for p in points}
+    print_reasons(
+        [(skip.tag, skip.reason) for skip in results.skipped if skip.problem not in placed], "not run", console
+    )
 
 
 def _pictures(
