@@ -126,6 +126,12 @@ def say(message: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
+    options = [word for word in arguments if word.startswith("-")]
+    if options:  # it would be the name of the folder, or of an extra
+        raise Problem(f"there is no option {options[0]}; it may be python3 tools/venv.py FOLDER [EXTRA ...]")
     venv, extras = Path(arguments[0]), set(arguments[1:])
     if sys.version_info[:2] < OLDEST_PYTHON:
         found = "{}.{}".format(*sys.version_info[:2])

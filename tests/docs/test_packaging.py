@@ -136,6 +136,15 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="made with symbolic l
 
 
 @posix
+def test_an_option_is_not_the_name_of_a_folder(setup, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    setup.main(["--help"])
+    assert "python3 tools/venv.py .venv [EXTRA ...]" in capsys.readouterr().out
+    with pytest.raises(setup.Problem, match="there is no option --quiet"):
+        setup.main(["v", "--quiet"])
+    assert not setup.installed and not list(tmp_path.iterdir())
+
+
 def test_second_make_installs_nothing(setup, tmp_path):
     venv = fake_venv(tmp_path / "v")
     setup.main([str(venv), "test"])
