@@ -379,6 +379,8 @@ def main() -> int:
     options = parser.parse_args()
     import torch
 
+    if not torch.cuda.is_available():  # gpu_run has this, but imports flashlane, whose trees are of the workers
+        parser.error("no CUDA device: this script measures on a GPU")
     trees = {"before": Tree(options.before), "after": Tree(options.after)}
     draw, rows, start = random.Random(options.seed + 1), [], time.monotonic()
     record: dict[str, Any] = {

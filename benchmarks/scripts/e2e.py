@@ -28,11 +28,13 @@ def joined(files: Sequence[Path]) -> dict[str, Any]:
     """The body of the results.
 
     Raises:
-        ValueError: the files are of different devices or versions of torch, or not of that command.
+        ValueError: a file cannot be read, or the files are of different devices or versions of torch, or not of that
+            command.
     """
+    from flashlane.bench.measure.results import read_json
     from flashlane.bench.suites.e2e import WORKLOADS, E2ESuite
 
-    bodies = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    bodies = [read_json(path) for path in files]
     for path, body in zip(files, bodies, strict=True):
         if body.get("suite") != "e2e":
             raise ValueError(f"{path} has suite {body.get('suite')!r}; flashlane e2e did not write it")
@@ -84,6 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", type=Path, nargs="*", help="results of flashlane e2e, the newest last")
     parser.add_argument("--check", action="store_true", help="draw nothing; exit 1 when the picture is out of date")
     options = parser.parse_args(arguments)
+    if options.files and options.check:  # it would write the results that it is to check
+        parser.error("--check is given with files; it takes none, and looks at the results that are there")
     if options.files:
         try:
             body = joined(options.files)

@@ -384,6 +384,15 @@ def test_scripts_say_that_there_is_no_gpu(script, name, monkeypatch, capsys, tmp
     assert not list(tmp_path.iterdir())
 
 
+def test_trees_are_not_compared_without_a_gpu(script, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["compare_trees", "--before", str(tmp_path), "--out", str(tmp_path / "x.json")])
+    with pytest.raises(SystemExit) as ended:
+        script("compare_trees").main()
+    assert ended.value.code == 2 and "no CUDA device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 # --- ncu_conflicts.py
 
 

@@ -72,3 +72,20 @@ def test_files_of_two_machines_are_refused(
     with pytest.raises(SystemExit):
         script.main([str(b)])
     assert "has suite 'flash'" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_read_are_named_and_a_check_writes_nothing(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("{broken")
+    good = file(tmp_path / "a.json", "aaa", {("wan", "default"): 4.0})
+    for words, said in (
+        ([str(tmp_path / "no.json")], "no.json cannot be read: No such file"),
+        ([str(broken)], "broken.json is not valid JSON"),
+        (["--check", str(good)], "--check is given with files"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            script.main(words)
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert not script.RESULTS.exists()
