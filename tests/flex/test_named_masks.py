@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import flashlane
 from flashlane.flex import masks
@@ -80,3 +81,22 @@ def test_transforms_of_torch_func_are_refused(transform: str) -> None:
     }
     with pytest.raises(NotImplementedError, match=r"under a transform of torch.func"):
         calls[transform]()
+
+
+@pytest.mark.parametrize("which", ["the query", "a captured tensor", "a captured tensor of a known function"])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_tangent_is_refused_and_never_dropped(which: str, gradients: bool) -> None:
+    """Forward-mode differentiation goes on in ``torch.no_grad()``."""
+    q, slopes = torch.randn(1, 2, 8, 16), torch.randn(2)
+
+    def attend(query: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        return flashlane.flex_attention(query, q, q, lambda score, b, h, q_idx, kv_idx: score * slopes[h] + q_idx)
+
+    if which == "a captured tensor of a known function":
+        attend(q, slopes)
+    with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
+        duals = [forward_ad.make_dual(t, torch.ones_like(t)) for t in (q, slopes)]
+        given = (duals[0], slopes) if which == "the query" else (q, duals[1])
+        with pytest.raises(NotImplementedError, match="flex_attention has no forward-mode derivative"):
+            attend(*given)
+        assert torch.equal(attend(q, slopes), attend(forward_ad.unpack_dual(duals[0]).primal, slopes))

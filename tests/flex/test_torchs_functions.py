@@ -149,3 +149,29 @@ def test_outputs_of_large_scores_are_those_of_their_softmax(largest: float) -> N
     found = flashlane.flex_attention(q, k, v, lambda s, b, h, i, j: s + added[i, j])
     wanted = added.double().softmax(-1) @ v[0, 0].double()
     torch.testing.assert_close(found[0, 0], wanted.float())
+
+
+def test_functions_that_torch_compiled_are_traced_as_they_are() -> None:
+    """Also those that a function calls, and modules; torch's own function takes them, too."""
+    slopes = torch.randn(H, dtype=torch.float64, requires_grad=True)
+
+    class Sloped(torch.nn.Module):
+        def forward(self, score, b, h, m, n):
+            return score * slopes[h]
+
+    compiled = lambda function: torch.compile(function, backend="eager")  # noqa: E731
+    scores = [Sloped(), lambda score, b, h, m, n: score + slopes[h] * (m - n)]
+    helper = compiled(scores[1])
+    mask = lambda b, h, m, n: m >= n + b  # noqa: E731
+    found = flashlane.create_block_mask(compiled(mask), B, None, S, S, "cpu", BLOCK_SIZE=16)
+    wanted = flashlane.create_block_mask(mask, B, None, S, S, "cpu", BLOCK_SIZE=16)
+    assert torch.equal(found.kv_num_blocks, wanted.kv_num_blocks) and torch.equal(found.kv_indices, wanted.kv_indices)
+    pairs = [(compiled(score), score) for score in scores] + [
+        (lambda *at: 2 * helper(*at), lambda *at: 2 * scores[1](*at))
+    ]
+    for score, plain in pairs:
+        tensors = operands()
+        outs = [flashlane.flex_attention(*tensors, *call) for call in ((score, found), (plain, wanted))]
+        a, b = (torch.autograd.grad(out.square().sum(), [*tensors, slopes]) for out in outs)
+        assert torch.equal(*outs) and all(map(torch.equal, a, b))
+    assert torch._dynamo.config.error_on_nested_fx_trace, "torch's setting is as it was"

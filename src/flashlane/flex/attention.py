@@ -21,6 +21,7 @@ from flashlane.flex import packed, reference, repeats, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.blocks import narrowed
 from flashlane.flex.program import Arguments, Program
+from flashlane.flex.trace import NO_TANGENTS
 
 KERNELS = "flashlane.kernels.hopper.flex"
 """The module that has ``supports``, ``forward``, ``backward``, what repeats these, and ``ARCH``, for Hopper. The first
@@ -385,6 +386,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor | None, dlse: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
         out, lse, *tensors = ctx.saved_tensors
         return None, None, *_gradients(ctx.call, out, lse, do, dlse, tensors, list(ctx.needs_input_grad)[2:])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        raise NotImplementedError(NO_TANGENTS)
 
 
 def _gradients(

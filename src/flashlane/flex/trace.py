@@ -27,6 +27,11 @@ from flashlane.flex.rows import Row
 
 MOST_INTEGERS = 32
 """The largest number of a function's integers that become launch parameters; further ones are constants of its code."""
+NO_TANGENTS = (
+    "flex_attention has no forward-mode derivative (make_dual, jvp), of captured tensors neither; reverse mode "
+    "(backward, grad) works"
+)
+"""The error of a call, or of a function, that reads a tensor which carries a tangent."""
 _OF_TRACING = ("torch.fx", "torch._subclasses", "torch._dynamo")
 """Modules whose errors are those of tracing a function that torch runs otherwise."""
 _OWN_GRADIENTS_ALLOWED = ("ModIndex", "_TanhApprox")
@@ -110,11 +115,17 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
 
 def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, reads: Reads) -> torch.fx.GraphModule:
     # torch.fx patches modules while it traces, so that threads take turns, as those of torch.compile do with this lock.
-    with compile_lock, torch.enable_grad(), TransformGetItemToIndex():
+    # What torch.compile made of a function is traced as the function itself.
+    inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    with compile_lock, torch.enable_grad(), TransformGetItemToIndex(), inlined:
         try:
             tracer = make_fx(called, aten.decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
             return tracer(*examples)
-        except (TypeError, NotImplementedError):
+        except (TypeError, NotImplementedError) as error:
+            if isinstance(error, NotImplementedError) and "jvp" in str(
+                error
+            ):  # of torch's own indexing, by which a tensor that carries a tangent is read
+                raise NotImplementedError(NO_TANGENTS) from error
             raise
         except Exception as error:
             if reads.values or "data-dependent" in str(error).lower():
