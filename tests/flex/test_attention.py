@@ -115,7 +115,10 @@ def test_block_lists_by_hand_for_each_head(block: int) -> None:
     torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
 
 
-def test_keys_of_one_batch_serve_all() -> None:
+@pytest.mark.parametrize("tile", [30, 300, 1 << 21])
+def test_keys_of_one_batch_serve_all(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each batch row has tiles of its own."""
+    monkeypatch.setattr(reference, "TILE", tile)
     q, k, v = operands(3, 2, 2, 10, 12)
     k, v = (t[:1].detach().requires_grad_() for t in (k, v))
     compare([q, k, v], lambda score, b, h, q, kv: score * (b + 1), None)
