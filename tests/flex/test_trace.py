@@ -531,3 +531,33 @@ def test_a_captured_tensor_whose_class_has_functions_of_its_own_is_refused() -> 
     bias = torch.randn(6).as_subclass(WithItsOwn)
     with pytest.raises(NotImplementedError, match=r"captures a tensor of the class WithItsOwn.*as_subclass"):
         bind(lambda score, b, h, q, kv: score + bias[q], None, CPU)
+
+
+_of_three = torch.randn(3, 3, 3)
+OF_LISTS = {
+    "rows": lambda t: t[[0, 1]].sum(),
+    "rows from the end, as a tuple in one": lambda t: t[(-1, 0), :][1].sum() + t[(-1, 0),].sum(),
+    "one row": lambda t: t[[1]][0, 2, 1],
+    "no row": lambda t: t[[]].sum() + 3,
+    "a range": lambda t: t[range(2), 1].sum(),
+    "bools": lambda t: t[[True, False, True]].amax(),
+    "pairs": lambda t: t[[0, 1], [1, 0]].sum() + t[[0, 1], 2, [1, 0]][0],
+    "a number and a tensor": lambda t: t[torch.tensor([0, 1]), torch.tensor([1, 0]), 2][1],
+    "columns": lambda t: t[..., [2, 0]].sum() + t[0, :, [1, 2]][2, 1] + t[None, [1]].sum(),
+}
+
+
+@pytest.mark.parametrize("way", OF_LISTS)
+def test_a_list_of_numbers_is_one_index(way: str) -> None:
+    """torch's mode for functions of scalars takes each of its numbers for an index of an axis."""
+    number = OF_LISTS[way](_of_three)
+    program, arguments = bind(lambda score, b, h, q, kv: score * OF_LISTS[way](_of_three) + q, None, CPU, "f64")
+    at = {"score": torch.ones(SIZES, dtype=torch.float64), **places(SIZES)}
+    found = evaluate([program.score], at, arguments.tensors, arguments.integers)[0]
+    torch.testing.assert_close(found, (number + at["q"]).double().expand(SIZES))
+
+
+def test_indices_that_may_mean_two_things_are_named() -> None:
+    for at, what in (([[0, 1], [1, 0]], "a list of lists; a tuple"), (True, "True or False; None, which")):
+        with pytest.raises(NotImplementedError, match=f"mask_mod indexes a tensor by {what}"):
+            bind(None, lambda b, h, q, kv: _of_three[at].sum() > q, CPU)  # noqa: B023

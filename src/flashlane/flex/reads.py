@@ -66,8 +66,10 @@ class Reads:
                 reads.values |= name in _READING
                 if name == "_set_grad_enabled":  # of torch.no_grad, enable_grad and set_grad_enabled
                     reads.gradients_off = not args[0]
-                if func is torch.Tensor.__getitem__ and (parts := reads.parts(*args)) is not None:
-                    return torch.ops.aten.index.Tensor(*parts)
+                if func is torch.Tensor.__getitem__:
+                    args = args[0], reads.index(*args)
+                    if (parts := reads.parts(*args)) is not None:
+                        return torch.ops.aten.index.Tensor(*parts)
                 if func in (torch.take, torch.Tensor.take) and len(args) == 2:  # by an i32 index, too
                     return args[0].reshape(-1)[args[1]]
                 found = func(*args, **kwargs)
@@ -157,6 +159,32 @@ class Reads:
             return torch.ops.aten.detach.default(t) if t.is_floating_point() else t
 
         return pytree.tree_map_only(torch.Tensor, detached, found)
+
+    def index(self, tensor: torch.Tensor, at: Any) -> Any:
+        """An index whose lists of numbers are tensors, as torch without tracing takes them.
+
+        ``TransformGetItemToIndex`` takes each number of a list, and True, for the index of an axis of its own.
+
+        Raises:
+            NotImplementedError: a part of the index is True or False, or the index is a list of lists.
+        """
+        items = at if isinstance(at, tuple) else (at,)
+        lists = isinstance(at, list) and any(isinstance(item, (list, tuple, range)) for item in at)
+        if lists or any(isinstance(item, bool) for item in items):
+            what = "a list of lists; a tuple or a tensor" if lists else "True or False; None, which makes a new axis,"
+            raise NotImplementedError(f"{self.kind} indexes a tensor by {what} may stand there")
+        found = [self._of_numbers(item, tensor.device) for item in items]
+        tensors = [item for item in found if isinstance(item, torch.Tensor)]
+        if any(t.ndim for t in tensors) and all(isinstance(item, (int, torch.Tensor)) for item in found):
+            # Fake tensors have no shape for a number next to a tensor of one dimension, of which it has the shape then.
+            found = [torch.tensor([item], device=tensor.device) if isinstance(item, int) else item for item in found]
+        return tuple(found) if isinstance(at, tuple) else found[0]
+
+    def _of_numbers(self, item: Any, device: torch.device) -> Any:
+        """A tensor of a list of whole numbers or of bools; anything else is returned."""
+        if not isinstance(item, (list, tuple, range)) or not all(isinstance(i, int) for i in item):
+            return item
+        return torch.tensor(item, dtype=None if item else torch.int64, device=device)
 
     def parts(self, tensor: torch.Tensor, at: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]] | None:
         """A view by the slices, numbers and new axes of an index, and its scalar tensors; None without either kind.
