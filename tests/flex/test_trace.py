@@ -141,6 +141,10 @@ REFUSED = {
     "a list of a part": (lambda score, b, h, q, kv: score + _table[0].exp().tolist()[1], "_local_scalar_dense"),
     "numpy": (lambda score, b, h, q, kv: score + float(_table.numpy()[0, 0]), "reads a value of a tensor"),
     "a comparison": (lambda score, b, h, q, kv: score * torch.equal(_table[0] + 1, _table[1]), "reads a value"),
+    "lists next to a scalar": (
+        lambda score, b, h, q, kv: score + torch.zeros(4, 4, 4)[[0, 1], [1, 0], h].sum(),
+        "node %index",
+    ),
     "random": (lambda score, b, h, q, kv: torch.nn.functional.dropout(score, 0.5), "bernoulli"),
 }
 
