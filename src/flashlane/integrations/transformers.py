@@ -24,6 +24,7 @@ from flashlane.core.problem import Inputs, wants_grad
 from flashlane.core.validate import check_number, check_strided
 from flashlane.integrations import transformers_padding as padded
 from flashlane.ops import call as ops
+from flashlane.ops.watched import holds_numbers, is_observed
 
 _log = logging.getLogger(__name__)
 NAME = "lane_attention"
@@ -219,20 +220,28 @@ def _bias(
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A boolean mask as 0 (True) and −inf, made once for all layers; axes along which it is expanded stay of size 1."""
-    keeps = not torch.compiler.is_compiling()
-    kept = getattr(mask, _BIAS, None) if keeps else None
-    version = None if mask.is_inference() else mask._version
-    if kept is not None and kept[0] == (dtype, version):
-        return kept[1]
+    """A boolean mask as 0 (True) and −inf, made once for all layers; axes along which it is expanded stay of size 1.
+
+    A graph that is recorded must compute it of the mask that it is given, and nothing says when one that was made in
+    inference mode has changed: there, each layer makes it.
+    """
+    if is_observed() or not holds_numbers(mask) or mask.is_inference():
+        return _additive_now(mask, dtype)
+    known, kept = getattr(mask, _BIAS, (None, None))
+    state = dtype, padded.state_of(mask)
+    if known != state:
+        with torch.inference_mode(False):  # autograd saves no tensor of that mode, and a later call may need it to
+            kept = _additive_now(mask, dtype)
+        setattr(mask, _BIAS, (state, kept))
+    return kept
+
+
+def _additive_now(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     small = mask
     for axis in range(mask.dim()):
         if small.stride(axis) == 0 and small.shape[axis] > 1:
             small = small.narrow(axis, 0, 1)
-    additive = torch.zeros(small.shape, dtype=dtype, device=mask.device).masked_fill_(~small, -torch.inf)
-    if keeps:
-        setattr(mask, _BIAS, ((dtype, version), additive))
-    return additive
+    return torch.zeros(small.shape, dtype=dtype, device=mask.device).masked_fill_(~small, -torch.inf)
 
 
 # --- masks ---
@@ -267,9 +276,16 @@ def mask(**options: Any) -> torch.Tensor | None:
 
 
 def _sdpa_mask(options: dict[str, Any]) -> torch.Tensor | None:
-    """The mask that ``sdpa`` gets; where it depends on keys alone, one row expanded to all queries."""
+    """The mask that ``sdpa`` gets; where it depends on keys alone, one row expanded to all queries.
+
+    It is not made in inference mode, where a tensor does not count its changes: what is stored with it would be of no
+    use.
+    """
     from transformers import AttentionMaskInterface, masking_utils
 
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return _sdpa_mask(options)
     make, queries = AttentionMaskInterface()["sdpa"], options.get("q_length")
     of_keys_alone = getattr(masking_utils, "bidirectional_mask_function", None)
     if type(queries) is not int or of_keys_alone is None or options.get("mask_function") is not of_keys_alone:

@@ -89,20 +89,25 @@ def key_ranges(
 
 
 def attach(mask: torch.Tensor, ranges: KeyRanges) -> None:
-    """Store the ranges of a mask with it."""
-    setattr(mask, _ATTRIBUTE, (_version(mask), ranges))
+    """Store the ranges of a mask with it, unless it was made in inference mode: nothing says when that one changes."""
+    if not mask.is_inference():
+        setattr(mask, _ATTRIBUTE, (state_of(mask), ranges))
 
 
 def attached(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> KeyRanges | None:
     """The ranges that were stored with a mask, if it has not been changed since and fits these queries and keys."""
-    if mask is None or torch.compiler.is_compiling():
+    if mask is None or torch.compiler.is_compiling() or torch._C._is_tracing():
         return None
-    version, ranges = getattr(mask, _ATTRIBUTE, (None, None))
+    state, ranges = getattr(mask, _ATTRIBUTE, (None, None))
     shape = (query.shape[0], query.shape[2], key.shape[2])
-    if ranges is None or version != _version(mask) or (mask.shape[0], *mask.shape[2:]) != shape:
+    if ranges is None or mask.is_inference() or state != state_of(mask) or (mask.shape[0], *mask.shape[2:]) != shape:
         return None
     return ranges
 
 
-def _version(mask: torch.Tensor) -> int | None:
-    return None if mask.is_inference() else mask._version
+def state_of(mask: torch.Tensor) -> tuple[int, int]:
+    """What tells that a mask is the one that something was stored with, unchanged.
+
+    A copy by ``copy.deepcopy`` has the attributes of its source, and counts its changes from 0.
+    """
+    return id(mask), mask._version
