@@ -11,7 +11,9 @@ mask.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -246,23 +248,31 @@ def _additive_now(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 # --- masks ---
 
+_SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+"""The options that allow to make no mask."""
+
 
 def mask(**options: Any) -> torch.Tensor | None:
     """The mask of a model's layers: None where the kernel's own causal mask and window are equivalent, else ``sdpa``'s.
 
     transformers calls it with keywords (``q_length``, ``kv_length``, ``mask_function``, …). For an encoder's padding it
-    makes one row for all queries. A model whose layers do not call the registered function is reported at debug level.
+    makes one row for all queries. Models that support ``eager`` alone get its mask. A model whose layers do not call
+    the registered function is reported at debug level.
     """
     config = options.get("config")
     if config is not None and not torch.compiler.is_compiling() and _attends_by_itself(type(config)):
         _log.debug("%s runs attention of its own: its layers call no registered function", config.model_type)
+    if config is not None and _knows_eager_alone(type(config)):
+        from transformers import AttentionMaskInterface
+
+        return AttentionMaskInterface()["eager"](**options | {name: False for name in _SKIPS if name in options})
     ranges = _ranges(options)
     if ranges is not None and ranges.whole:
         options["attention_mask"] = None  # no other function needs to test it again
     elif ranges is not None:
         if ranges.prefill and options.get("allow_is_causal_skip"):
             return None
-        options |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in options}
+        options |= {name: False for name in _SKIPS if name in options}
     if (
         options.get("allow_is_causal_skip", True)
         and options.get("local_size") is not None
@@ -370,7 +380,8 @@ def _captured(function: Callable[..., Any], like: Callable[..., Any]) -> dict[st
 def _hands_over_windows(config: type) -> bool:
     """Whether the layers of a model of that configuration pass ``sliding_window`` to attention.
 
-    Models that support FlashAttention do, since it learns of a window in no other way.
+    Models that support FlashAttention should, since it learns of a window in no other way; but some do not. The code of
+    their layers shows it.
     """
     from transformers import MODEL_MAPPING
 
@@ -379,7 +390,37 @@ def _hands_over_windows(config: type) -> bool:
     except KeyError:
         return False
     models = model if isinstance(model, tuple | list) else (model,)
-    return all(getattr(m, "_supports_flash_attn", False) for m in models)
+    return all(getattr(m, "_supports_flash_attn", False) and _passes_windows(m.__module__) for m in models)
+
+
+def _passes_windows(module: str) -> bool:
+    try:
+        return re.search(r"(?<![.\w])sliding_window=", inspect.getsource(sys.modules[module])) is not None
+    except (KeyError, OSError, TypeError):  # a module without a source: then the mask is made
+        return False
+
+
+@torch.compiler.assume_constant_result
+def _knows_eager_alone(config: type) -> bool:
+    """Whether the models of a configuration support neither sdpa nor FlashAttention, as far as they are found.
+
+    Their layers count on eager's mask: ``is_causal`` can be wrong where there is none, and some add the mask to scores
+    of their own.
+    """
+    return _supports_eager_alone(config)
+
+
+@functools.cache
+def _supports_eager_alone(config: type) -> bool:
+    from transformers import PreTrainedModel
+
+    for each in config.__mro__:
+        found = sys.modules.get(each.__module__.replace("configuration_", "modeling_"))
+        models = [model for model in vars(found).values() if isinstance(model, type)] if found else []
+        models = [m for m in models if issubclass(m, PreTrainedModel) and m.__module__ == found.__name__]
+        if models:
+            return not any(m._supports_sdpa or m._supports_flash_attn for m in models)
+    return False
 
 
 @functools.cache

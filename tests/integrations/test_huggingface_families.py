@@ -1,0 +1,72 @@
+"""Models of transformers whose layers do not say what a missing mask means: they give what eager gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashlane
+from flashlane.integrations import transformers as huggingface
+
+transformers = pytest.importorskip("transformers")
+TOKENS = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+ENCODER = TOKENS | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = ENCODER | {"num_key_value_heads": 2}
+BOTH = TOKENS | {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
+BOTH |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "AlignText": ENCODER,
+    "ClapText": ENCODER,
+    "Splinter": ENCODER,
+    "BigBirdPegasus": BOTH | {"attention_type": "original_full"},
+    "NllbMoe": BOTH | {"num_experts": 4, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    "Phimoe": DECODER | {"sliding_window": 4, "num_local_experts": 4},
+}
+
+
+def model_of(family: str, **config: Any) -> Any:
+    torch.manual_seed(0)
+    flashlane.register_transformers()
+    return getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**config)).eval()
+
+
+def given_to(model: Any, padded: bool = False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    text = torch.randint(3, 97, (2, 9))
+    given = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    if padded:
+        given["attention_mask"][1, 6:] = 0
+    return given | ({"decoder_input_ids": text[:, :5]} if model.config.is_encoder_decoder else {})
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_without_a_mask_sees_what_eager_sees(family: str, padded: bool) -> None:
+    model = model_of(family, **FAMILIES[family])
+    given = given_to(model, padded)
+    seen = slice(None) if model.config.is_encoder_decoder else given["attention_mask"].bool()
+    model.set_attn_implementation("eager")
+    want = model(**given)[0][seen]
+    model.set_attn_implementation(huggingface.NAME)
+    torch.testing.assert_close(model(**given)[0][seen], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", ["Bert", "Splinter", "Llama"])
+def test_models_compile_in_one_graph(family: str, padded: bool) -> None:
+    model = model_of(family, **(DECODER if family == "Llama" else ENCODER))
+    model.set_attn_implementation(huggingface.NAME)
+    given = given_to(model, padded)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**given)[0], model(**given)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_name_reaches_t5_where_the_page_says() -> None:
+    sizes = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48}
+    flashlane.register_transformers()
+    config = transformers.T5Config(**sizes)
+    model = transformers.T5Model._from_config(config, attn_implementation=huggingface.NAME)
+    for part in (model, model.encoder, model.decoder):
+        assert part.config._attn_implementation == huggingface.NAME
