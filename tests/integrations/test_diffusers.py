@@ -135,6 +135,10 @@ def test_names_and_arguments_that_cannot_be() -> None:
         attention(q, q.double(), q)
     with pytest.raises(TypeError, match=r"^attn_mask is a list; it must be a torch.Tensor or None$"):
         attention(q, q, q, attn_mask=[1])
+    for name in ("is_causal", "enable_gqa", "return_lse"):
+        for wrong in ("no", torch.tensor([True, False])):
+            with pytest.raises(TypeError, match=f"^{name} is "):
+                attention(q, q, q, **{name: wrong})
 
 
 @pytest.mark.parametrize("wrong", [None, torch.zeros(2, 3, 4)])

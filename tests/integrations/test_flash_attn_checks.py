@@ -408,3 +408,36 @@ def test_probabilities_of_tensors_that_hold_nothing_have_their_shape(packed: boo
     with mode if fake else torch.no_grad():
         out, _, probabilities = call(*given, *((3, 4) if packed else ()), 0.3, return_attn_probs=True)
     assert out.shape == given[0].shape and probabilities.shape == (2, 4, 128, 128)
+
+
+PADDING_ERRORS = {
+    "short mask": ("unpad_input", {"attention_mask": torch.ones(2, 4)}, r"attention_mask has shape \(2, 4\)"),
+    "long mask": ("unpad_input", {"attention_mask": torch.ones(2, 6)}, r"it must be \(batch, seqlen\), \(2, 5\)"),
+    "list": ("unpad_input", {"attention_mask": [[1] * 5] * 2}, "attention_mask is a list"),
+    "unused": (
+        "unpad_input",
+        {"attention_mask": torch.ones(2, 5), "unused_mask": torch.ones(2, 1)},
+        r"unused_mask has shape \(2, 1\)",
+    ),
+    "lengths": (
+        "unpad_input_for_concatenated_sequences",
+        {"attention_mask_in_length": torch.tensor([[2, 4, 0, 0, 0], [3, 0, 0, 0, 0]])},
+        r"attention_mask_in_length has sums \[6, 3\]; each may be 0 to 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PADDING_ERRORS)
+def test_masks_of_other_rows_are_named(kind: str) -> None:
+    name, given, message = PADDING_ERRORS[kind]
+    with pytest.raises((TypeError, ValueError), match=message):
+        getattr(bert_padding, name)(torch.arange(10.0).view(2, 5, 1), **given)
+
+
+def test_a_batch_without_rows_is_unpadded() -> None:
+    for batch in (0, 2):
+        x, none = torch.randn(batch, 5, 3), torch.zeros(batch, 5, dtype=torch.int64)
+        rows, indices, cu_seqlens, longest, _ = bert_padding.unpad_input(x, none)
+        assert rows.shape == (0, 3) and cu_seqlens.tolist() == [0] * (batch + 1) and longest == 0
+        assert torch.equal(bert_padding.pad_input(rows, indices, batch, 5), torch.zeros_like(x))
+        assert bert_padding.unpad_input_for_concatenated_sequences(x, none)[3] == 0

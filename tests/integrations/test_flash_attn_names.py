@@ -120,6 +120,8 @@ def test_an_unknown_name_says_which_there_are() -> None:
             ValueError, match="names has 'flashattn'; it may have 'flash_attn', 'flash_attn_interface', "
         ):
             call("flashattn")
+        with pytest.raises(ValueError, match=r"names has \['flash_attn'\]; it may have 'flash_attn', "):
+            call(["flash_attn"])
 
 
 def libraries(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 
 from flashlane.api.sdpa import bias_of
 from flashlane.core.problem import Inputs
-from flashlane.core.validate import kind_of
+from flashlane.core.validate import check_flag, kind_of
 from flashlane.ops import call as ops
 
 NAME = "flashlane"
@@ -89,13 +89,15 @@ def attention(
         The output ``(b, sq, h, dv)``; with ``return_lse`` (output, LSE).
 
     Raises:
-        TypeError: query, key or value is no tensor of four dimensions.
+        TypeError: query, key or value is no tensor of four dimensions, or a flag is neither True nor False.
         ValueError: ``is_causal`` and ``attn_mask`` are both given, or the heads differ without ``enable_gqa``.
     """
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, torch.Tensor) or t.dim() != 4:
             found = f"a tensor of {t.dim()} dimensions" if isinstance(t, torch.Tensor) else kind_of(t)
             raise TypeError(f"{name} is {found}; it must be a torch.Tensor (batch, seqlen, heads, head_dim)")
+    is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
+    return_lse = check_flag("return_lse", return_lse)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
     if not enable_gqa and query.shape[2] != key.shape[2]:

@@ -67,7 +67,7 @@ def install(*names: str, replace: bool = False) -> tuple[str, ...]:
     """
     _check(names)
     chosen = []
-    for name in names or NAMES:
+    for name in dict.fromkeys(names) or NAMES:
         if name in _finder.provided or replace or not _present(name):
             chosen.append(name)
         elif names:
@@ -108,7 +108,7 @@ def installed() -> tuple[str, ...]:
 
 def _check(names: Iterable[str]) -> None:
     for name in names:
-        if name not in NAMES:
+        if not isinstance(name, str) or name not in NAMES:
             raise ValueError(f"names has {name!r}; it may have {', '.join(map(repr, NAMES))}")
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import pad
+
+from flashlane.core.validate import check_strided
 
 __all__ = [
     "index_first_axis",
@@ -49,12 +53,18 @@ def unpad_input(
     Returns:
         The rows, their indices in ``(b·s, …)``, cu_seqlens int32 ``(b + 1,)``, the longest sequence, and how many rows
         of each sequence are used, int32 ``(b,)``.
+
+    Raises:
+        TypeError, ValueError: an argument is no tensor, or a mask has another shape than the rows.
     """
+    _check_mask("attention_mask", attention_mask, hidden_states)
+    if unused_mask is not None:
+        _check_mask("unused_mask", unused_mask, hidden_states)
     every = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths, used = every.sum(-1, dtype=torch.int32), attention_mask.sum(-1, dtype=torch.int32)
     indices = every.flatten().nonzero().flatten()
     rows = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return rows, indices, _cumulative(lengths), int(lengths.max()), used
+    return rows, indices, _cumulative(lengths), _longest(lengths), used
 
 
 def unpad_input_for_concatenated_sequences(
@@ -65,13 +75,23 @@ def unpad_input_for_concatenated_sequences(
     Args:
         hidden_states: ``(b, s, …)``.
         attention_mask_in_length: integers ``(b, s)``: the lengths of a row's sequences first, then zeros.
+
+    Raises:
+        TypeError, ValueError: an argument is no tensor, the lengths have another shape than the rows, or those of a row
+            are more than it has.
     """
-    filled = attention_mask_in_length.sum(-1, keepdim=True)
+    _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
+    filled, most = attention_mask_in_length.sum(-1, keepdim=True), hidden_states.shape[1]
+    if _longest(filled) > most:
+        raise ValueError(
+            f"attention_mask_in_length has sums {filled.flatten().tolist()}; each may be 0 to {most}, the rows of "
+            f"hidden_states"
+        )
     mask = torch.arange(attention_mask_in_length.shape[-1], device=filled.device) < filled
     indices = mask.flatten().nonzero().flatten()
     lengths = attention_mask_in_length[attention_mask_in_length > 0].to(torch.int32)
     rows = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return rows, indices, _cumulative(lengths), int(lengths.max())
+    return rows, indices, _cumulative(lengths), _longest(lengths)
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
@@ -81,3 +101,19 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
 
 def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
     return pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _longest(lengths: torch.Tensor) -> int:
+    return int(lengths.max()) if lengths.numel() else 0
+
+
+def _check_mask(name: str, mask: Any, hidden_states: Any) -> None:
+    """Raise unless a mask has one value for each row: with fewer, rows of other sequences would be taken."""
+    check_strided("hidden_states", hidden_states)
+    check_strided(name, mask)
+    if hidden_states.dim() < 2:
+        raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; it must be (batch, seqlen, ...)")
+    if mask.shape != hidden_states.shape[:2]:
+        raise ValueError(
+            f"{name} has shape {tuple(mask.shape)}; it must be (batch, seqlen), {tuple(hidden_states.shape[:2])}"
+        )
