@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from flashlane.api.functional import by_callers_names
 from flashlane.api.rotary import rotate
-from flashlane.core.validate import check_dtype, check_flag, check_starts, check_strided, kind_of, whole_number
+from flashlane.core.validate import (
+    check_dtype,
+    check_flag,
+    check_longest,
+    check_starts,
+    check_strided,
+    kind_of,
+    whole_number,
+)
 from flashlane.integrations.flash_attn.lengths import readable
 from flashlane.integrations.flash_attn.packed import parts_of
+from flashlane.ops.watched import holds_numbers
 
 __all__ = [
     "RotaryEmbedding",
@@ -41,7 +51,8 @@ def apply_rotary_emb(
         cos: ``(seqlen_rotary, rotary_dim / 2)``.
         sin: of the same shape.
         interleaved: whether columns 2i and 2i + 1 are a pair, or else i and i + rotary_dim / 2.
-        inplace: write the result into x and return it.
+        inplace: write the result into x and return it; where x is a leaf that requires gradients, what is returned has
+            memory of its own.
         seqlen_offsets: of all sequences, or integers ``(b,)``.
         cu_seqlens: int32 ``(b + 1,)``.
         max_seqlen: the longest packed sequence; not read.
@@ -53,6 +64,8 @@ def apply_rotary_emb(
     seqlen_offsets = whole_number(seqlen_offsets)
     inplace = check_flag("inplace", inplace)
     _check(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens)
+    if inplace and _is_wanting_leaf(x):
+        return _through_copy(x, apply_rotary_emb, cos, sin, interleaved, True, seqlen_offsets, cu_seqlens)
     if cu_seqlens is None:
         rows = torch.arange(x.shape[1], device=x.device)
         offsets = seqlen_offsets[:, None] if isinstance(seqlen_offsets, torch.Tensor) else seqlen_offsets
@@ -98,6 +111,9 @@ def apply_rotary_emb_qkv_(
         num_heads_q: heads of q of a tensor of four axes.
     """
     q, k, _ = parts_of(qkv, num_heads_q)
+    if _is_wanting_leaf(qkv):
+        rest = (interleaved, seqlen_offsets, num_heads_q)
+        return _through_copy(qkv, apply_rotary_emb_qkv_, cos, sin, cos_k, sin_k, *rest)
     of_k = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     names = {"x": "qkv", "cos": "cos" if cos_k is None else "cos_k", "sin": "sin" if sin_k is None else "sin_k"}
     by_callers_names(names, _check, k, *of_k, interleaved, whole_number(seqlen_offsets))  # before q is written to
@@ -113,8 +129,25 @@ def apply_rotary_emb_kv_(
     check_strided("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv has shape {tuple(kv.shape)}; it must be (batch, seqlen, 2, heads, head_dim)")
+    if _is_wanting_leaf(kv):
+        return _through_copy(kv, apply_rotary_emb_kv_, cos, sin, interleaved, seqlen_offsets)
     by_callers_names({"x": "kv"}, apply_rotary_emb, kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
+
+
+def _is_wanting_leaf(x: torch.Tensor) -> bool:
+    return x.requires_grad and x.is_leaf and torch.is_grad_enabled()
+
+
+def _through_copy(x: torch.Tensor, function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """A function that works in place, of a leaf that requires gradients, which autograd lets nothing write to.
+
+    FlashAttention's functions take one: the numbers are written to it, and gradients flow through what is returned.
+    """
+    turned = function(x.clone(), *arguments)
+    with torch.no_grad():
+        x.copy_(turned)
+    return turned
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -159,8 +192,10 @@ class RotaryEmbedding(torch.nn.Module):
             power = (torch.arange(seqlen, device=device, dtype=torch.float32) - seqlen // 2) / self.scale_base
             scale = self.scale.to(device) ** power[:, None]
             wide = [both[0] * scale, both[1] * scale, both[0] / scale, both[1] / scale]
-        self._tables = tuple(table.to(dtype) for table in wide)
-        return self._tables
+        made = tuple(table.to(dtype) for table in wide)
+        if torch.compiler.is_compiling() or holds_numbers(*made):  # what a transform made is of no use after it
+            self._tables = made
+        return made
 
     def forward(
         self,
@@ -179,13 +214,24 @@ class RotaryEmbedding(torch.nn.Module):
             max_seqlen: how many positions the tables must have.
             num_heads_q: see :func:`apply_rotary_emb_qkv_`.
         """
+        check_strided("qkv", qkv)
+        if qkv.dim() < 4:
+            raise ValueError(f"qkv has shape {tuple(qkv.shape)}; it must have rank 4 or 5: (batch, seqlen, ...)")
+        seqlen_offset = whole_number(seqlen_offset)
+        names = {"seqlen_offsets": "seqlen_offset", "x": "qkv"}
+        by_callers_names(names, _check_kind_of_offsets, seqlen_offset, qkv, qkv.shape[0])
         if max_seqlen is None:
             if isinstance(seqlen_offset, torch.Tensor):
                 raise ValueError(
                     "max_seqlen is None and seqlen_offset is a tensor; it must say how long the tables are"
                 )
             max_seqlen = qkv.shape[1] + seqlen_offset
+        max_seqlen = whole_number(max_seqlen)
+        check_longest("max_seqlen", max_seqlen)
         cos, sin, cos_k, sin_k = self.tables(max_seqlen, qkv.device, qkv.dtype)
+        if not isinstance(seqlen_offset, torch.Tensor) and cos.shape[0] < qkv.shape[1] + seqlen_offset:
+            least = qkv.shape[1] + seqlen_offset
+            raise ValueError(f"max_seqlen is {max_seqlen}; it must be at least {least}, seqlen_offset + seqlen")
         rest = (self.interleaved, seqlen_offset)
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, *rest, num_heads_q)
@@ -247,20 +293,7 @@ def _check_tables(cos: Any, sin: Any, x: torch.Tensor) -> None:
 def _check_offsets(offsets: Offsets, x: torch.Tensor, cos: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
     """Check the kind of ``seqlen_offsets``, and that all positions are in the tables where that can be read."""
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if isinstance(offsets, torch.Tensor):
-        check_strided("seqlen_offsets", offsets)
-        _check_whole("seqlen_offsets", offsets)
-        _check_device("seqlen_offsets", offsets, x)
-        if tuple(offsets.shape) != (batch,):
-            raise ValueError(
-                f"seqlen_offsets has shape {tuple(offsets.shape)}; it must be (batch,), ({batch},), or one whole number"
-            )
-    elif not isinstance(offsets, int | torch.SymInt) or isinstance(offsets, bool):
-        raise TypeError(
-            f"seqlen_offsets is {kind_of(offsets)}; it must be a whole number or a tensor of them, (batch,)"
-        )
-    elif offsets < 0:
-        raise ValueError(f"seqlen_offsets is {offsets}; it must be at least 0")
+    _check_kind_of_offsets(offsets, x, batch)
     given = [t for t in (offsets, cu_seqlens) if isinstance(t, torch.Tensor)]
     if (given and not readable(*given)) or not batch:
         return
@@ -275,3 +308,20 @@ def _check_offsets(offsets: Offsets, x: torch.Tensor, cos: torch.Tensor, cu_seql
     last = int(ends.max()) if isinstance(ends, torch.Tensor) else ends
     if last > cos.shape[0]:
         raise ValueError(f"cos has {cos.shape[0]} positions; it must have at least {last}, seqlen_offsets + seqlen")
+
+
+def _check_kind_of_offsets(offsets: Any, x: torch.Tensor, batch: int) -> None:
+    if isinstance(offsets, torch.Tensor):
+        check_strided("seqlen_offsets", offsets)
+        _check_whole("seqlen_offsets", offsets)
+        _check_device("seqlen_offsets", offsets, x)
+        if tuple(offsets.shape) != (batch,):
+            raise ValueError(
+                f"seqlen_offsets has shape {tuple(offsets.shape)}; it must be (batch,), ({batch},), or one whole number"
+            )
+    elif not isinstance(offsets, int | torch.SymInt) or isinstance(offsets, bool):
+        raise TypeError(
+            f"seqlen_offsets is {kind_of(offsets)}; it must be a whole number or a tensor of them, (batch,)"
+        )
+    elif offsets < 0:
+        raise ValueError(f"seqlen_offsets is {offsets}; it must be at least 0")
