@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+import pickle
 from pathlib import Path
 
 import pytest
@@ -129,6 +132,16 @@ def test_types_that_flashlane_does_not_take_go_to_torch(
     for otherwise in ("raise", "reference"):
         with integration.enabled(otherwise=otherwise), pytest.raises(TypeError, match="has dtype"):
             torch_flex.flex_attention(q, k, v)
+
+
+def test_torchs_names_are_pickled_while_it_is_enabled() -> None:
+    before = {name: getattr(torch_flex, name) for name in integration.NAMES}
+    with integration.enabled():
+        for name, original in before.items():
+            now = getattr(torch_flex, name)
+            held = functools.partial(now, Q_LEN=4)
+            assert now is not original and pickle.loads(pickle.dumps(held)).func is now
+            assert inspect.signature(now) == inspect.signature(original)
 
 
 def test_under_torch_compile() -> None:

@@ -10,6 +10,7 @@ Calls that torch's own functions run (``otherwise="torch"``) are reported at deb
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,7 +44,9 @@ def enable(*, otherwise: str = "raise") -> None:
     for name, make in (("flex_attention", _flex_attention), ("create_block_mask", _create_block_mask)):
         original = _before.setdefault(name, getattr(torch_flex, name))
         replacement = make(otherwise, original)
-        replacement.__name__, replacement.__doc__ = name, original.__doc__
+        for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):  # what has it is pickled by its name
+            setattr(replacement, attribute, getattr(original, attribute))
+        replacement.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         replacement.flashlane_original = original  # type: ignore[attr-defined]
         setattr(torch_flex, name, replacement)
 
