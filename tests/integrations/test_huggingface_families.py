@@ -23,6 +23,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "BigBirdPegasus": BOTH | {"attention_type": "original_full"},
     "NllbMoe": BOTH | {"num_experts": 4, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     "Phimoe": DECODER | {"sliding_window": 4, "num_local_experts": 4},
+    "Qwen2Moe": DECODER
+    | {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
 }
 
 
