@@ -39,7 +39,7 @@ from flashlane import jit
 from flashlane.bench.measure import drawn
 from flashlane.bench.measure.check import relative_l2
 from flashlane.bench.measure.environment import environment
-from flashlane.bench.measure.results import check_writable, write_atomically
+from flashlane.bench.measure.results import check_writable, read_json, write_atomically
 from flashlane.bench.measure.timing import Settings, clocks_for, measure_by
 from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
@@ -246,7 +246,10 @@ def main() -> int:
         parser.error("--before is missing; it must be a file that --choose wrote")
     check_writable(arguments.out)
     most = {name: int(number) for name, _, number in (each.partition("=") for each in arguments.what.split(","))}
-    before = json.loads(arguments.before.read_text())
+    try:
+        before = read_json(arguments.before)
+    except ValueError as error:
+        parser.error(f"--before: {error}")
     compared = list(comparisons(before, most, arguments.seed))
     device = device_or_exit()
     configs = {(config_and_splits(c, one.problem)[0]) for one in compared for c in one.configs.values()}

@@ -51,6 +51,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
+    if options.count < 1:
+        parser.error(f"--count is {options.count}; it must be at least 1")
     check_writable(options.out)
     problems = [problem_of(shape) for shape in FAMILIES["hopper_forward"].shapes(options.seed, options.count)]
     for problem in problems[:20]:  # coefficients are read once

@@ -20,6 +20,7 @@ import numpy as np
 from choice_families import decode_configs
 from cost_fit import print_regrets, set_offsets
 from hopper_shapes import Shape, problem_of
+from timings_file import check_timings
 
 from flashlane.core.problem import AttentionProblem
 from flashlane.kernels.decode.config import DecodeConfig
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, nargs="?", default=FILE)
     parser.add_argument("--worst", type=int, default=8, help="problems that are listed")
     arguments = parser.parse_args()
+    check_timings(parser, [arguments.file])
     rows, errors = timed(json.loads(arguments.file.read_text(encoding="utf-8")))
     set_offsets(rows, np.array(errors))
     print_regrets(arguments.file.name, rows, np.array(errors), arguments.worst)

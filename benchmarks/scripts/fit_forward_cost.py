@@ -28,6 +28,7 @@ import numpy as np
 from cost_fit import print_regrets, regrets, set_offsets
 from hopper_shapes import Shape, problem_of
 from scipy.optimize import least_squares
+from timings_file import check_timings
 
 from flashlane.bench.measure.results import write_atomically
 from flashlane.core import registry
@@ -218,6 +219,7 @@ def main() -> int:
     parser.add_argument("--held-out", type=int, default=0)
     parser.add_argument("--keep", action="store_true", help="the package's other coefficients stay as they are")
     arguments = parser.parse_args()
+    check_timings(parser, [*arguments.timings, *([arguments.unaligned] if arguments.unaligned else [])])
     rows = [row for i, path in enumerate(arguments.timings) for row in rows_of(path, first=FILE * i)]
     held_out = [row for row in rows if arguments.held_out and row.number % arguments.held_out == 0]
     rows = [row for row in rows if row not in held_out] if held_out else rows

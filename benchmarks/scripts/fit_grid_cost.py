@@ -30,6 +30,7 @@ import numpy as np
 from choice_families import TRITON, forward_configs, mma_configs, timed_backward_configs
 from cost_fit import print_regrets, set_offsets
 from hopper_shapes import Shape, problem_of
+from timings_file import check_timings
 
 from flashlane import jit
 from flashlane.bench.measure.results import write_atomically
@@ -347,6 +348,7 @@ def main() -> int:
     options = parser.parse_args()
     results = ROOT / "benchmarks" / "results"
     timings = options.timings or [path for path in map(results.joinpath, FITTED[options.family]) if path.exists()]
+    check_timings(parser, [*timings, *(options.judge or ())])
     rows = rows_of(options.family, timings)
     shared = host_of_descriptors(timings) if options.family == "triton_forward" else {}
     if options.held_out:

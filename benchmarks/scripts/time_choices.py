@@ -33,6 +33,7 @@ import torch
 from choice_families import FAMILIES, Candidate, Family
 from gpu_run import device_or_exit, heat
 from hopper_shapes import Shape, problem_of
+from timings_file import FORMAT
 
 from flashlane import jit
 from flashlane.bench.measure.check import relative_l2
@@ -40,7 +41,6 @@ from flashlane.bench.measure.environment import environment
 from flashlane.bench.measure.results import check_writable, write_atomically
 from flashlane.bench.measure.timing import GraphClock, Settings, SteadyClock, drawn_order
 
-FORMAT = "flashlane-choices/1"
 TOLERANCE = {"bf16": 1.2e-2, "f32": 1e-4}
 """Largest ‖a − b‖ / ‖b‖ of two results of a type."""
 FAR_BEHIND = 1.35

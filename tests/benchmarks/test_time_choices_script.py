@@ -146,3 +146,22 @@ def test_what_a_row_has(
     (tmp_path / "choices_fake.json").write_text(kept.replace('"fake"', '"other"'))
     with pytest.raises(SystemExit, match="is of other at seed 1000"):
         script.main()
+
+
+@pytest.mark.parametrize(
+    ("script", "before"),
+    [("decode_regret", []), ("fit_forward_cost", []), ("fit_grid_cost", ["--family", "mma", "--judge"])],
+)
+def test_files_without_timings_are_refused_by_name(
+    families: ModuleType, tmp_path: Path, script: str, before: list[str], monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    if script == "fit_forward_cost":
+        pytest.importorskip("scipy")
+    other, broken = tmp_path / "other.json", tmp_path / "broken.json"
+    other.write_text('{"format": "flashlane-drawn/1"}')
+    broken.write_text("{")
+    for path, words in ((tmp_path / "no.json", "cannot be read"), (broken, "not valid JSON"), (other, "has format")):
+        monkeypatch.setattr("sys.argv", [script, *before, str(path)])
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(script).main()
+        assert ended.value.code == 2 and f"{path} " in (said := capsys.readouterr().err) and words in said
