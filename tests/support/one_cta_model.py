@@ -370,7 +370,7 @@ class ConsumerWarp:
         if not variant.peeled:
             yield from self.wait_for("k")
         yield from self.wait_for("v")
-        yield from (self.hidden_steps if self.keyless else self.make_steps)(tile.steps)
+        yield from self.make_steps(tile.steps)
         if not variant.pipelined and self.keeps("keyless v_empty"):
             self.release("v", self.full_tiles())
         self.tiles_done += 1
@@ -380,16 +380,18 @@ class ConsumerWarp:
             yield from self.last_dq()
 
     def make_steps(self, steps: int) -> Role:
+        """And ``hidden_steps``, which has other steps in the same order."""
+        first, step = (self.first_hidden_step, self.hidden_step) if self.keyless else (self.first_step, self.step)
         if self.variant.peeled:
             self.label = self.tiles, 0
-            yield from self.first_step()
+            yield from first()
         else:
             if self.variant.in_ds:
                 yield from self.wait_for_staged_of_all()
             yield from self.first_ds()
         for i in range(int(self.variant.peeled), steps):
             self.label = self.tiles, i
-            yield from self.step(self.variant.pipelined and i == 0 and self.full_tiles() > 0, i + 1 == steps)
+            yield from step(self.variant.pipelined and i == 0 and self.full_tiles() > 0, i + 1 == steps)
 
     def step(self, of_last_tile: bool, last: bool) -> Role:
         yield from self.begin_step()
@@ -448,6 +450,8 @@ class ConsumerWarp:
         self.complete_step()
 
     def hidden_step(self, of_last_tile: bool, last: bool) -> Role:
+        yield from self.wait_for("q")
+        yield from self.ping_pong_wait()
         self.ping_pong_arrive(self.variant.ping_pong)
         yield from self.wait_for("do")
         if self.variant.pipelined and last and self.keeps("keyless v_empty"):
@@ -466,20 +470,6 @@ class ConsumerWarp:
     def release_hidden(self, name: str) -> None:
         if self.keeps(f"keyless {name}_empty"):
             self.release(name, self.steps_done)
-
-    def hidden_steps(self, steps: int) -> Role:
-        if self.variant.peeled:
-            self.label = self.tiles, 0
-            yield from self.first_hidden_step()
-        else:
-            if self.variant.in_ds:
-                yield from self.wait_for_staged_of_all()
-            yield from self.first_ds()
-        for i in range(int(self.variant.peeled), steps):
-            self.label = self.tiles, i
-            yield from self.wait_for("q")
-            yield from self.ping_pong_wait()
-            yield from self.hidden_step(self.variant.pipelined and i == 0 and self.full_tiles() > 0, i + 1 == steps)
 
     def first_hidden_step(self) -> Role:
         yield from self.ping_pong_wait()

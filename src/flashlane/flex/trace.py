@@ -121,10 +121,10 @@ def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, 
         try:
             tracer = make_fx(called, aten.decompositions(), tracing_mode="fake", _allow_non_fake_inputs=True)
             return tracer(*examples)
-        except (TypeError, NotImplementedError) as error:
-            if isinstance(error, NotImplementedError) and "jvp" in str(
-                error
-            ):  # of torch's own indexing, by which a tensor that carries a tangent is read
+        except TypeError:
+            raise
+        except NotImplementedError as error:
+            if "jvp" in str(error):  # of torch's own indexing, by which a tensor that carries a tangent is read
                 raise NotImplementedError(NO_TANGENTS) from error
             raise
         except Exception as error:
