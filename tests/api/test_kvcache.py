@@ -350,7 +350,7 @@ def wrong(name: str, value: Any, kind: type, message: str, step: Step | None = N
             ValueError,
             "k_cache has batch size 1 and q has 2; it must be at least",
         ),
-        wrong("v_cache", torch.zeros(2, 39, 2, 32), ValueError, "v_cache has shape .* and k_cache has"),
+        wrong("v_cache", torch.zeros(2, 39, 2, 32), ValueError, "v_cache has length 39 and k_cache has"),
         wrong("v_cache", torch.zeros(2, 40, 2, 32).half(), TypeError, "v_cache has dtype torch.float16"),
         wrong("k", None, ValueError, "k is None and v is given; give both"),
         wrong("v", None, ValueError, "v is None and k is given; give both"),

@@ -48,12 +48,12 @@ PADDED = {"seqused_q": ints(5, 5), "seqused_k": ints(6, 4)}
     [
         refused(
             ValueError,
-            "v has shape (2, 7, 2, 8) and k has (2, 6, 2, 8); their lengths must be equal",
+            "v has length 7 and k has 6; they must be equal",
             lambda: fourth(v=torch.randn(2, 7, 2, 8), **PADDED),
         ),
         refused(
             ValueError,
-            "v has shape (2, 5, 2, 8) and k has (2, 6, 2, 8); their lengths must be equal",
+            "v has length 5 and k has 6; they must be equal",
             lambda: fourth(v=K[:, :5], **PADDED),
         ),
         refused(
@@ -201,7 +201,7 @@ TABLE = ints(0, 1)[:, None]
         refused(TypeError, "page_table is a list; it must be an int32", lambda: third_cached(page_table=[1])),
         refused(
             ValueError,
-            "v_cache has shape (2, 5, 2, 8) and k_cache has (2, 6, 2, 8)",
+            "v_cache has length 5 and k_cache has 6",
             lambda: third_cached(v=K[:, :5], cache_seqlens=ints(1, 1)),
         ),
         refused(

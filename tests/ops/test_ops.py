@@ -321,6 +321,11 @@ BAD = {
         "is_causal is True and attn_mask is given",
     ),
     "gqa": (lambda: flashlane.scaled_dot_product_attention(Q, Q[:, :1], Q[:, :1]), ValueError, "enable_gqa is True"),
+    "sdpa length": (
+        lambda: flashlane.scaled_dot_product_attention(Q, Q, Q[:, :, :1]),
+        ValueError,
+        f"value has length 1 and key has {Q.shape[2]}",
+    ),
     "mask shape": (
         lambda: flashlane.scaled_dot_product_attention(Q, Q, Q, torch.ones(3, 3)),
         ValueError,

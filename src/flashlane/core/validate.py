@@ -138,9 +138,9 @@ def check_sizes(inputs: Inputs, varlen: bool, paged: bool, batch: bool = True) -
     for name, t in _named(q, k, v):
         for axis, size in zip(axes_of(name, varlen, paged), t.shape, strict=True):
             if size == 0 and axis not in ("seqlen", "total"):
-                raise ValueError(f"{name} has shape {tuple(t.shape)}: its {axis} is 0; it must be at least 1")
+                raise ValueError(f"{name} has size 0 in its {axis} axis; it must be at least 1")
             if type(size) is int and size > MAX_SIZE and axis != "pages":  # of a symbol it would be fixed
-                raise ValueError(f"{name} has shape {tuple(t.shape)}: its {axis} is {size}; it may be up to {MAX_SIZE}")
+                raise ValueError(f"{name} has size {size} in its {axis} axis; it may be up to {MAX_SIZE}")
         if t.shape[-1] > MAX_HEAD_DIM:
             raise ValueError(f"{name} has head_dim {t.shape[-1]}; it may be 1 to {MAX_HEAD_DIM}")
     if k.shape[-1] != q.shape[-1]:
@@ -155,12 +155,17 @@ def check_sizes(inputs: Inputs, varlen: bool, paged: bool, batch: bool = True) -
         for name, t in (("k", k), ("v", v)):
             if t.shape[0] != q.shape[0]:
                 raise ValueError(f"{name} has batch size {t.shape[0]} and q has {q.shape[0]}; they must be equal")
-    check_equal_lengths(k, v)
+    check_equal_lengths(k, v, "page size" if paged else "length")
 
 
-def check_equal_lengths(k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise ValueError unless k and v have the same axes before the heads."""
+def check_equal_lengths(k: torch.Tensor, v: torch.Tensor, axis: str = "length") -> None:
+    """Raise ValueError unless k and v have the same axes before the heads, the last of which is called ``axis``.
+
+    Callers have axes in other orders, so that a message names one where it can.
+    """
     if k.shape[:-2] != v.shape[:-2]:
+        if k.shape[:-3] == v.shape[:-3]:
+            raise ValueError(f"v has {axis} {v.shape[-3]} and k has {k.shape[-3]}; they must be equal")
         raise ValueError(f"v has shape {tuple(v.shape)} and k has {tuple(k.shape)}; their lengths must be equal")
 
 

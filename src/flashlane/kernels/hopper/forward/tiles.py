@@ -207,6 +207,7 @@ CLASSES = (
         256, 256, M64N64S2,
         (M128N64S2, _ping_pong(M128N64S2), M128N80S2, M64N64S2),
         (M128N64S2,),
+        plain=(_ping_pong(M128N64S2), M64N64S2), capped_plain=(M128N64S2, _ping_pong(M128N64S2), M128N80S2, M64N64S2),
     ),
 )  # fmt: skip
 
