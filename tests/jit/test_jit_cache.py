@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import os
 import pwd
+import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -257,3 +259,20 @@ def test_limit_zero_keeps_nothing(folder, monkeypatch):
     compile_afresh(vector_add())
     assert not compile_afresh(vector_add()).cached
     assert not folder.exists()
+
+
+def test_other_users_may_read_a_folder_that_was_filled_for_them(tmp_path):
+    cache.DiskCache(tmp_path).put("entry", b"content")
+    assert (tmp_path / "entry.cubin").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(folder):
+    held = compiler._at_work.setdefault((vector_add("fork"), "sm_80", ()), threading.Lock())
+    with held:  # as while a thread compiles
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends it where it waits
+            with contextlib.suppress(BaseException):
+                os._exit(int(jit.compile(vector_add("fork"), "sm_80").cached))
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -109,6 +109,7 @@ class DiskCache:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
+            os.chmod(temporary, 0o644)  # mkstemp gives 0600; other users may read a folder that was filled for them
             os.replace(temporary, path)
         except BaseException:
             DiskCache._remove(Path(temporary))

@@ -91,6 +91,8 @@ RACECHECK = "FLASHLANE_RACECHECK"
 Wanted = tuple[KernelSource, str, tuple[str, ...]]
 _memo: dict[Wanted, Compiled] = {}
 _at_work: dict[Wanted, threading.Lock] = {}
+if hasattr(os, "register_at_fork"):  # a forked child has no thread that would release what the parent's threads hold
+    os.register_at_fork(after_in_child=_at_work.clear)
 
 
 def compile(source: KernelSource, arch: str, *, debug: bool = False, options: Sequence[str] = ()) -> Compiled:
