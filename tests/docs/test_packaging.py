@@ -57,13 +57,33 @@ def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
 def test_wheel_is_pure_python_and_has_every_source(wheel):
     assert Path(wheel.filename).name == f"flashlane-{flashlane.__version__}-py3-none-any.whl"
     sources = {p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src").rglob("*") if p.is_file()}
-    wanted = {name for name in sources if name.endswith((".py", ".cu", ".cuh", ".html", ".json"))}
+    wanted = {name for name in sources if name.endswith((".py", ".cu", ".cuh", ".html", ".json", "py.typed"))}
+    assert "flashlane/py.typed" in wanted, "type checkers read no hints of a package without it"
     assert any(name.endswith(".cu") for name in wanted) and any(name.endswith(".cuh") for name in wanted)
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert shipped >= wanted, f"left out: {sorted(wanted - shipped)}"
     assert {
         name for name in shipped if not name.endswith((".py", ".cu", ".cuh", ".html", ".json", "py.typed"))
     } == set()
+
+
+def test_a_type_checker_takes_what_readme_does_with_results(tmp_path):
+    mypy = pytest.importorskip("mypy.api")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\n"
+        "import flashlane\n"
+        "from flashlane.distributed import context_parallel_attn_func\n"
+        "q = torch.randn(1, 8, 2, 64)\n"
+        "total: torch.Tensor = flashlane.flash_attn_func(q, q, q, causal=True).sum()\n"
+        "out, lse, probabilities = flashlane.flash_attn_func(q, q, q, return_attn_probs=True)\n"
+        "out, lse = flashlane.flash_attn_with_kvcache(q, q, q, return_softmax_lse=True)\n"
+        "total = context_parallel_attn_func(q, q, q).sum() + flashlane.flex_attention(q, q, q)\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MYPYPATH", str(ROOT / "src"))
+        text, _, status = mypy.run(["--cache-dir", str(tmp_path / "cache"), "--follow-imports=silent", str(program)])
+    assert status == 0, text
 
 
 def test_wheel_asks_for_little(wheel):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -30,7 +30,10 @@ _FLOATS = (*TENSORS[:3], *MODIFIERS)
 """The arguments of which a gradient could be asked."""
 
 T = TypeVar("T")
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+if TYPE_CHECKING:
+    Result = torch.Tensor | Any  # what is returned depends on flags: with a union every caller would have to cast
+else:
+    Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def flash_attn_func(

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -51,7 +51,10 @@ METHODS: tuple[Method, ...] = get_args(Method)
 POLLED = True
 """Whether the forward with transport "copies" computes while keys arrive (:mod:`~flashlane.distributed.polled`), for
 the calls that can."""
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+if TYPE_CHECKING:
+    Result = torch.Tensor | Any  # what is returned depends on flags: with a union every caller would have to cast
+else:
+    Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def context_parallel_attn_func(

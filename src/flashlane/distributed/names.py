@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,10 @@ from flashlane.distributed.functional import (
 )
 from flashlane.distributed.layout import Layout, runs_of
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+if TYPE_CHECKING:
+    Result = torch.Tensor | Any  # what is returned depends on flags: with a union every caller would have to cast
+else:
+    Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 
 
 def _function(name: str, method: str, layout: Layout, what: str) -> Any:

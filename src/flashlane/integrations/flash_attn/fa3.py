@@ -8,7 +8,7 @@ Dao-AILab/flash-attention, ``hopper``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,7 +40,11 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+if TYPE_CHECKING:
+    Result = torch.Tensor | Any  # what is returned depends on flags: with a union every caller would have to cast
+else:
+    Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
 _OF_CACHE = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "block_table": "page_table"}
 """What ``flash_attn_with_kvcache`` calls arguments of the functions that it calls."""
 
