@@ -90,7 +90,7 @@ def test_ptx_for_a_wheel_is_written_and_nothing_else(tmp_path: Path, monkeypatch
     monkeypatch.setenv("FLASHLANE_CACHE_DIR", str(tmp_path / "cache"))
     done = flashlane(*SIZES, "--no-backward", "--ptx", "--out", str(tmp_path / "ptx"))
     assert done.returncode == 0, done.stderr
-    assert "PTX of 1 kernels for sm_90a" in done.stdout
+    assert "PTX of 1 kernel for sm_90a" in done.stdout
     (written,) = (tmp_path / "ptx").iterdir()
     (compiled,) = (tmp_path / "cache").iterdir()
     assert written.name == f"{compiled.stem}.ptx", "both have the kernel's key"
@@ -231,3 +231,20 @@ def test_a_model_is_prebuilt_in_the_types_asked_for(tmp_path: Path, monkeypatch:
     )
     assert done.exit_code == 0, done.output
     assert {problem.dtype for problem in problems} == {torch.float16, torch.bfloat16}
+
+
+@pytest.mark.parametrize(("limit", "status"), [("0", 3), ("1G", 0)])
+def test_kernels_that_the_folder_has_no_room_for_are_told(
+    invoke: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, status: int
+) -> None:
+    """And a folder whose name has brackets, which is no markup, is shown."""
+    monkeypatch.setenv("FLASHLANE_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("FLASHLANE_CACHE_LIMIT", limit)
+    monkeypatch.setattr(prebuild.compiler, "_memo", {})
+    out = tmp_path / "[red]cache"
+    done = invoke("prebuild", *SIZES, "--no-backward", "--out", str(out))
+    assert done.exit_code == status, done.stdout + done.stderr
+    assert f"in {out}\n" in done.stdout
+    told = f"error: 1 kernel is not in {out}: it has no room, or its limit is less"
+    assert (told in done.stderr) == (status == 3), done.stderr
+    assert len(list(out.iterdir())) == (1 if status == 0 else 0)

@@ -85,9 +85,11 @@ def capture_command(
     console.print(table(calls, f"{metadata['model']}: {metadata['tokens']} tokens", console.width))
     console.print("kurtosis: 3 for a Gaussian, more for heavier tails", style="dim")
     console.print(
-        f"wrote {o.counted(len(calls), 'layer')}, {out.stat().st_size / 2**20:.1f} MiB, to {out}", soft_wrap=True
+        f"wrote {o.counted(len(calls), 'layer')}, {out.stat().st_size / 2**20:.1f} MiB, to {out}",
+        markup=False,
+        soft_wrap=True,
     )
-    console.print(f"bench them: flashlane bench --qkv {out}", soft_wrap=True)
+    console.print(f"bench them: flashlane bench --qkv {out}", markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import typer
 
 from flashlane.cli import options as o
 from flashlane.cli import sizes as s
+from flashlane.cli.failure import escaped, say
 from flashlane.cli.groups import spread
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def prebuild_command(
     cache. Kernels of Triton's (f32, dropout, head dims above 256) compile at their first call all the same.
     With --ptx, --out gets what a wheel of flashlane has (make wheel), and the cache that calls read is filled too.
 
-    Exit status: 0 all are there, 1 a kernel did not compile, 2 bad input or no compiler.
+    Exit status: 0 all are there, 1 a kernel did not compile, 2 bad input or no compiler, 3 the folder has no room for
+    all.
 
     Examples:
 
@@ -104,13 +106,16 @@ def prebuild_command(
             count, wrong = prebuild.store_ptx(jobs, cache.ptx(out), lambda: progress.advance(task))
         else:
             built = prebuild.compile_all(jobs, lambda: progress.advance(task))
-            wrong = built.wrong
+            count, wrong = len(built.compiled) - built.lost, built.wrong
     for line in wrong:
         console.print(line, style="red", highlight=False, markup=False)
+    lost = len(jobs) - len(wrong) - count
     if ptx:
-        console.print(f"PTX of {count} kernels for {', '.join(archs)} in {out}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1 if wrong else 0)
-    counted = f"{_counted(len(built.compiled), 'kernel')} of {_counted(len(dict.fromkeys(problems)), 'problem')}"
+        text = f"PTX of {o.counted(count, 'kernel')} for {', '.join(archs)} in {out}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        _end(wrong, lost, str(out), "")
+        return
+    counted = f"{o.counted(len(built.compiled), 'kernel')} of {o.counted(len(dict.fromkeys(problems)), 'problem')}"
     console.print(
         f"{counted} for {', '.join(archs)}: "
         f"{built.fresh} compiled, {len(built.compiled) - built.fresh} there before, {built.bytes / 1e6:.1f} MB",
@@ -118,13 +123,17 @@ def prebuild_command(
     )
     if without:
         console.print(f"problems without a kernel to compile here: {without}; Triton compiles theirs at the first call")
-    console.print(f"in {cache.default().folder}", highlight=False, soft_wrap=True)
-    if wrong:
-        raise typer.Exit(1)
+    console.print(f"in {cache.default().folder}", highlight=False, markup=False, soft_wrap=True)
+    _end(wrong, lost, str(cache.default().folder), f", or its limit is less than they take ({cache.LIMIT_VARIABLE})")
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
+def _end(wrong: list[str], lost: int, folder: str, limit: str) -> None:
+    """Say that kernels were lost, and end the command with the status of what went wrong, if anything did."""
+    if lost:
+        are = "is" if lost == 1 else "are"
+        say(f"[bold red]error:[/] {o.counted(lost, 'kernel')} {are} not in {escaped(folder)}: it has no room{limit}")
+    if lost or wrong:
+        raise typer.Exit(o.NOT_WRITTEN if lost else 1)
 
 
 def _present_arch() -> str:

@@ -231,7 +231,7 @@ def _list(words: Sequence[str], as_json: bool) -> None:
                 make_table(found, columns, str(path), width, head="class", name=name, elsewhere="see --list --json")
             )
     count = sum(map(len, stored.values()))
-    console.print(f"{o.counted(count, 'choice')} in {tune.folder()}", style="dim", soft_wrap=True)
+    console.print(f"{o.counted(count, 'choice')} in {tune.folder()}", style="dim", markup=False, soft_wrap=True)
 
 
 def _config_text(config: dict[str, Any]) -> str:

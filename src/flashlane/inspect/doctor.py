@@ -336,10 +336,11 @@ def _disassembler() -> Finding:
 def _cache() -> Finding:
     disk = cache.default()
     state = disk.state()
-    found = f"{disk.folder}: {state.entries} entries, {state.bytes / 2**20:.1f} of {disk.limit / 2**20:.0f} MiB"
+    entries = f"{state.entries} {'entry' if state.entries == 1 else 'entries'}"
+    found = f"{disk.folder}: {entries}, {state.bytes / 2**20:.1f} of {disk.limit / 2**20:.0f} MiB"
     remedy = f"set {cache.DIRECTORY_VARIABLE} to a folder that can be written to"
     if not disk.writable():
-        return Finding("cache", "cache", "degraded", found, "every process compiles its kernels again", remedy)
+        return Finding("cache", "cache", "degraded", found, "every process compiles again what is not there", remedy)
     return Finding("cache", "cache", "ok", found)
 
 

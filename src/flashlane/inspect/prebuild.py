@@ -22,7 +22,7 @@ from flashlane.core.arch import ELEMENTS
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, Kernel
 from flashlane.integrations.transformers import modifiers_of
-from flashlane.jit import Compiled, KernelSource, ToolchainError, compiler
+from flashlane.jit import Compiled, KernelSource, ToolchainError, cache, compiler
 from flashlane.jit.cache import DiskCache
 from flashlane.kernels.hopper import flex
 from flashlane.kernels.hopper.arch import ARCH
@@ -84,6 +84,13 @@ class Built:
         """The total size of the cubins, in bytes."""
         return sum(len(one.cubin) for one in self.compiled)
 
+    @property
+    def lost(self) -> int:
+        """How many kernels neither the cache nor an installed package has: the disk was full, or the cache's limit."""
+        installed = cache.installed()
+        stores = [cache.default()] if installed is None else [cache.default(), installed.store]
+        return sum(1 for one in self.compiled if not any(one.key in store for store in stores))
+
 
 def compile_all(
     jobs: Iterable[tuple[KernelSource, str]], on_each: Callable[[], None] = lambda: None, workers: int | None = None
@@ -113,14 +120,14 @@ def store_ptx(
         store: ``jit.cache.ptx(folder)``.
 
     Returns:
-        How many kernels there are now, and a line for each that is not there.
+        How many kernels there are now, and a line for each that has no PTX. The folder may have had no room for others.
     """
     entries: list[tuple[str, bytes]] = []
     wrong: list[str] = []
     _in_threads(compiler.ptx_entry, jobs, entries, wrong, on_each, workers)
     for entry in entries:
         store.put(*entry)
-    return len(entries), wrong
+    return sum(1 for key, _ in entries if key in store), wrong
 
 
 def _in_threads(

@@ -76,6 +76,10 @@ class DiskCache:
                 os.utime(path)
         return payload
 
+    def __contains__(self, key: str) -> bool:
+        """Whether there is a file of that entry; whether it is whole, :meth:`get` says."""
+        return os.path.isfile(self._path(key))
+
     def put(self, key: str, payload: bytes) -> None:
         """Store an entry and drop the oldest ones above the limit; failing to write warns once and does no more."""
         data = _MAGIC + hashlib.sha256(payload).digest() + payload
