@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -261,7 +262,49 @@ def measured():
     return results.to_json()
 
 
+@pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["explain", "--N", "x"], 2), (BENCH, 0)])
+def test_closed_streams_change_no_status(files, words, status):
+    """As of a service that has none; the worker of a compare has no other either."""
+    command = shlex.join([*COMMAND, *words])
+    done = subprocess.run(["sh", "-c", f"exec {command} <&- >&- 2>&-"], env=child_environment(), check=False)
+    assert done.returncode == status
+    assert files() == ([".csv", ".json"] if words == BENCH else [])
+
+
+def test_a_worker_without_streams_works(files):
+    command = shlex.join([*COMMAND, "compare", "--device", "cpu", *TINY])
+    done = subprocess.run(["sh", "-c", f"exec {command} <&- >&- 2>&-"], env=child_environment(), check=False)
+    assert done.returncode == 0 and files() == [".csv", ".json", ".md"]
+
+
 # --- Ctrl-C ---
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_ctrl_c_while_a_worker_loads_torch_is_a_line(both, tmp_path):
+    """A terminal's reaches both processes, that of ``kill`` the first alone, which waits for nothing."""
+    code = """
+import multiprocessing, os, signal, sys, threading
+from flashlane.bench.measure.isolated import Spec, Worker
+if __name__ == "__main__":
+    def press():
+        while not multiprocessing.active_children():
+            pass
+        for one in [os.getpid(), multiprocessing.active_children()[0].pid][: 1 + {both}]:
+            os.kill(one, signal.SIGINT)
+    threading.Thread(target=press, daemon=True).start()
+    try:
+        Worker(Spec(device="cpu"), 60)
+    except KeyboardInterrupt:
+        assert not multiprocessing.active_children()
+        sys.exit(130)
+"""
+    program = tmp_path / "program.py"
+    program.write_text(code.replace("{both}", str(both)))
+    done = subprocess.run(
+        [sys.executable, program], env=child_environment(), capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 @pytest.mark.parametrize("seconds", [0.3, 0.8, 1.5])

@@ -61,6 +61,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, _end_now)
     if os.environ.get("COLUMNS", "1").strip("0") == "":  # of no width nothing would be shown
         del os.environ["COLUMNS"]
+    _replace_closed()
     out, err = _steady("stdout"), _steady("stderr")
     warnings.formatwarning = functools.partial(_warning, warnings.formatwarning)
     status = _run()
@@ -146,6 +147,19 @@ def _end_now(*_: Any) -> NoReturn:
     """Modules are being loaded. An exception would pass through code that takes it for a failed import."""
     os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)
+
+
+def _replace_closed() -> None:
+    """A stream that is closed, as by ``2>&-``, leads nowhere from now on, here and in processes that are started.
+
+    Python has None for it, and the next file that is opened would have its number, and get what is written to it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)  # held there: it would close what replaces it
 
 
 def _steady(name: str) -> SteadyStream | None:

@@ -8,10 +8,12 @@ worker does that problem again without it.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +219,21 @@ def _with_dead(results: Results, problem: AttentionProblem, direction: Direction
     return replace(results, rows=results.rows + rows, skipped=skipped)
 
 
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """A process that starts inside has SIGINT blocked: it would print where it is, while it loads torch, and the one
+    that started it ends it. Here Ctrl-C waits until the end of the block."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # multiprocessing would start it inside, and then unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class Worker:
     """One worker process."""
 
@@ -226,12 +243,13 @@ class Worker:
         fresh = multiprocessing.get_context("spawn")  # a fork of a process that has used CUDA cannot use CUDA
         self.pipe, theirs = fresh.Pipe()
         self.process = fresh.Process(target=serve, args=(theirs, spec))
-        self.process.start()
+        with _without_ctrl_c():
+            self.process.start()
         theirs.close()  # so that the pipe ends when the worker does
         self.active: str | None = None
         try:
             self._next(seconds)
-        except (Died, OSError, ValueError):
+        except BaseException:  # Ctrl-C too: this process would wait for the other to load torch
             self.end()
             raise
 
