@@ -264,7 +264,7 @@ def measured():
 
 @pytest.mark.parametrize(("words", "status"), [(["--version"], 0), (["explain", "--N", "x"], 2), (BENCH, 0)])
 def test_closed_streams_change_no_status(files, words, status):
-    """As of a service that has none; the worker of a compare has no other either."""
+    """As of a service that has none."""
     command = shlex.join([*COMMAND, *words])
     done = subprocess.run(["sh", "-c", f"exec {command} <&- >&- 2>&-"], env=child_environment(), check=False)
     assert done.returncode == status

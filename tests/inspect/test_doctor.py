@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from flashlane.bench.measure.environment import child_environment
 from flashlane.inspect import doctor
 from flashlane.jit import sass, toolchain
 
@@ -247,3 +248,12 @@ def test_the_driver_is_named_with_the_cuda_that_it_runs(monkeypatch, tmp_path):
     version.unlink()
     monkeypatch.setattr(doctor, "_output", lambda *command: "")
     assert doctor._driver().status == "missing" and doctor._driver().cost == "nothing runs on a GPU"
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_the_command_runs_where_a_package_that_all_else_needs_cannot_be_imported(name):
+    code = f"import sys; sys.modules[{name!r}] = None; sys.argv[1:] = ['doctor']\n"
+    code += "from flashlane.cli.entry import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert name in done.stdout and "\nmissing  attention" in done.stdout

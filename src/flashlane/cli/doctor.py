@@ -21,9 +21,8 @@ def doctor_command(
 
       flashlane doctor --json
     """
-    from flashlane.bench.present.table import make_console
     from flashlane.inspect import doctor
-    from flashlane.inspect.fitted_table import say
+    from flashlane.inspect.fitted_table import make_console, say
 
     report = doctor.examine()
     if json_:

@@ -129,7 +129,7 @@ class _Package:
 
 
 _PACKAGES = (
-    _Package("python", "numpy", "numpy", "torch cannot hand out arrays", "pip install numpy"),
+    _Package("python", "numpy", "numpy", "no attention runs", "pip install numpy"),
     _Package("python", "triton", "triton", "no Triton kernels, no disassembler", "pip install triton (Linux)"),
     _Package("python", "cuda-bindings", "cuda.bindings", "nothing compiles", NVRTC_EXTRA),
 )
