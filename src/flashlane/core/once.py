@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flashlane.core.batched_gradients import is_batched
+
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
@@ -28,6 +30,9 @@ def differentiated_once(what: str, linear: bool = False) -> Callable[[Backward],
         def run(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
+            if any(grad is not None and is_batched(grad) for grad in grads):
+                # torch drops what an autograd function says of a batch, so that the error would not come.
+                raise NotImplementedError(f"{what} has no second derivative: a batch of gradients has no create_graph")
             with torch.no_grad():
                 found = backward(ctx, *grads)
             return _Refused.apply(what, len(found), *found, *grads, *(() if linear else ctx.saved_tensors))

@@ -29,6 +29,7 @@ from flashlane.ops.call_cache import OutAndLse, Results
 from flashlane.ops.watched import is_observed, is_watched
 
 _modes_active = torch._C._len_torch_dispatch_stack
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # batched_gradients.is_batched, which few calls need
 
 
 class Attention(torch.autograd.function._SingleLevelFunction):
@@ -93,7 +94,8 @@ class _Repeated(torch.autograd.function._SingleLevelFunction):
         q, k, v, out, lse, *others = ctx.saved_tensors
         entry = ctx.entry
         inputs = entry.inputs_with(q, k, v, others) if others else None
-        if dlse is None and type(do) is torch.Tensor and not (torch.is_grad_enabled() or is_observed() or do.is_neg()):
+        plain = dlse is None and type(do) is torch.Tensor and not (do.is_neg() or _is_batched(do))
+        if plain and not (torch.is_grad_enabled() or is_observed()):
             repeat = entry.repeat_backward or _prepare_backward(entry, inputs or Inputs(q, k, v))
             found = repeat(q, k, v, out, lse, do, None, inputs)
             if found is not None:
@@ -140,7 +142,8 @@ def _gradients(
     bias_grad: bool,
 ) -> Gradients:
     do = torch.zeros_like(out) if do is None else do
-    if torch.is_grad_enabled() or is_watched(inputs):
+    is_batch = _is_batched(do) or (dlse is not None and _is_batched(dlse))
+    if is_batch or torch.is_grad_enabled() or is_watched(inputs):
         operands = schema.operands(inputs, problem.options, problem.needs_grad, kernel.tag)
         return _named(inputs, bias_grad, torch.ops.flashlane.backward(out, lse, do, dlse, bias_grad, *operands))
     return execute.backward(problem, inputs, kernel, out, lse, do, dlse, bias_grad)

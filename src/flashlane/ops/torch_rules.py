@@ -25,6 +25,7 @@ def register(library: torch.library.Library) -> None:
         library.impl("forward", _autocast_kernel(device), key)
     torch.library.register_vmap("flashlane::forward", _vmap_forward, lib=library)
     torch.library.register_vmap("flashlane::backward", _vmap_backward, lib=library)
+    library.impl("backward", _batched_backward, "Batched")
 
 
 # --- autocast ---
@@ -150,3 +151,10 @@ def one_by_one(operator: Any, size: int, in_dims: Sequence[int | None], args: Se
         results.append(operator(*chosen))
     stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
+
+
+def _batched_backward(*args: Any) -> list[torch.Tensor]:
+    """``flashlane::backward`` of a batch of ``torch.autograd``, whose vmap is another one."""
+    from flashlane.core import batched_gradients  # few calls need it
+
+    return batched_gradients.one_by_one(torch.ops.flashlane.backward, args)
