@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashlane.core.arch import autocast_dtype
-from flashlane.core.problem import Inputs
-from flashlane.core.validate import check_flag, check_strided, kind_of
+from flashlane.core.problem import Alignment, Inputs
+from flashlane.core.validate import check_flag, check_strided, is_causal_bias, kind_of
 from flashlane.ops import call as ops
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "bias": "attn_mask", "causal": "is_causal"}
@@ -38,7 +40,8 @@ def scaled_dot_product_attention(
         key: ``(b, hk, sk, d)``; hk is h, or with ``enable_gqa`` a divisor of it. Of query's rank.
         value: ``(b, hk, sk, dv)``, of query's rank.
         attn_mask: broadcastable to ``(b, h, sq, sk)``, or to ``(b, sq, sk)`` for one head: bool, True where a key takes
-            part; or of query's dtype (under autocast any float), added to the scores.
+            part; or of query's dtype (under autocast any float), added to the scores; or a
+            ``torch.nn.attention.bias.CausalBias`` of sq queries and sk keys.
         dropout_p: the share of probabilities that is dropped, the others divided by ``1 - dropout_p``; drawn from
             torch's generator of the device, so that ``torch.manual_seed`` makes it repeatable.
         is_causal: key j is visible to query i iff ``j <= i`` (top-left aligned); not with an attn_mask.
@@ -67,7 +70,7 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
     if query.dim() == 3:
-        if isinstance(attn_mask, torch.Tensor) and attn_mask.dim() == 3:
+        if isinstance(attn_mask, torch.Tensor) and attn_mask.dim() == 3 and not is_causal_bias(attn_mask):
             attn_mask = attn_mask.unsqueeze(1)
         query, key, value = (t.unsqueeze(1) for t in (query, key, value))
         options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
@@ -76,6 +79,9 @@ def scaled_dot_product_attention(
         raise ValueError(
             f"key has {key.shape[1]} heads and query has {query.shape[1]}; they may differ only when enable_gqa is True"
         )
+    alignment = "top-left"
+    if is_causal_bias(attn_mask):
+        attn_mask, is_causal, alignment = None, True, _alignment_of(attn_mask, query.shape[2], key.shape[2])
     inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=bias_of(attn_mask, query))
     out, _ = ops.attend(
         inputs,
@@ -83,10 +89,18 @@ def scaled_dot_product_attention(
         names=_NAMES,
         scale=scale,
         causal=is_causal,
-        alignment="top-left",
+        alignment=alignment,
         dropout_p=dropout_p,
     )
     return out.transpose(1, 2)
+
+
+def _alignment_of(attn_mask: Any, queries: int, keys: int) -> Alignment:
+    """The alignment of the causal mask that torch's CausalBias stands for."""
+    sizes = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if sizes != (queries, keys):
+        raise ValueError(f"attn_mask is a CausalBias of (queries, keys) {sizes}; it must be of {(queries, keys)}")
+    return "top-left" if attn_mask.variant.name == "UPPER_LEFT" else "bottom-right"
 
 
 def bias_of(attn_mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:

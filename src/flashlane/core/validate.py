@@ -69,6 +69,13 @@ def check_strided(name: str, t: Any) -> None:
         raise TypeError(f"{name} is a nested tensor; flash_attn_varlen_func takes packed sequences")
     if t.layout is not torch.strided:
         raise TypeError(f"{name} has layout {t.layout}; it must be torch.strided")
+    if is_causal_bias(t):
+        raise TypeError(f"{name} is torch's CausalBias, which holds no numbers; it must be a tensor that does")
+
+
+def is_causal_bias(t: Any) -> bool:
+    """Whether it is torch's CausalBias: a mask's name and sizes, in a tensor of memory that nothing wrote."""
+    return type(t).__module__ == "torch.nn.attention.bias"
 
 
 def rows_aligned(t: torch.Tensor) -> bool:
