@@ -281,8 +281,14 @@ def check_longest(name: str, longest: Any) -> None:
         TypeError: it is no int; True counts as 1, as in FlashAttention-2.
         ValueError: it is negative.
     """
-    if not isinstance(longest, torch.SymInt):
-        _check_count(name, longest, isinstance(longest, int))
+    if isinstance(longest, torch.SymInt):
+        return
+    if torch.compiler.is_dynamo_compiling() and isinstance(longest, int):  # so a symbol's type is called there
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        if not guard_or_false(longest < 0):
+            return
+    _check_count(name, longest, isinstance(longest, int))
 
 
 def _check_count(name: str, value: Any, whole: bool) -> None:
@@ -559,7 +565,7 @@ def whole_number(value: Any) -> Any:
         return value  # torch.compile of torch 2.10 cannot ask None for an index
     if isinstance(value, torch.Tensor):
         whole = value.dim() == 0 and value.dtype != torch.bool and not (value.is_floating_point() or value.is_complex())
-        return value.item() if whole else value
+        return value.item() if whole and not value.is_meta else value
     try:
         return value if isinstance(value, bool) else operator.index(value)
     except TypeError:

@@ -145,6 +145,8 @@ def _fold_input(name: str, t: Any, dim: int | None, size: int, q: torch.Tensor, 
 
 def one_by_one(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> tuple[Any, Any]:
     """One call of an operator after another, for each place of an axis of vmap; the results are stacked."""
+    if not size:
+        raise ValueError("the axis that torch.vmap maps has size 0; it must be at least 1")
     results = []
     for index in range(size):
         chosen = [a.select(d, index) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)]
