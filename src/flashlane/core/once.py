@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashlane.core.batched_gradients import is_batched
+from flashlane.core.batched_gradients import is_batched, one_by_one
 
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 
@@ -28,11 +28,14 @@ def differentiated_once(what: str, linear: bool = False) -> Callable[[Backward],
     def decorator(backward: Backward) -> Backward:
         @functools.wraps(backward)
         def run(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-            if not torch.is_grad_enabled():
-                return backward(ctx, *grads)
-            if any(grad is not None and is_batched(grad) for grad in grads):
+            is_batch = any(grad is not None and is_batched(grad) for grad in grads)
+            if is_batch and torch.is_grad_enabled():
                 # torch drops what an autograd function says of a batch, so that the error would not come.
                 raise NotImplementedError(f"{what} has no second derivative: a batch of gradients has no create_graph")
+            if is_batch:
+                return tuple(one_by_one(functools.partial(backward, ctx), grads))
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
             with torch.no_grad():
                 found = backward(ctx, *grads)
             return _Refused.apply(what, len(found), *found, *grads, *(() if linear else ctx.saved_tensors))

@@ -17,6 +17,7 @@ Key = tuple[Any, ...]
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """Types whose values never change and are equal by contents."""
 _INT = frozenset({int})
+_transforms_active = torch._C._are_functorch_transforms_active
 
 
 class Where(NamedTuple):
@@ -37,6 +38,18 @@ class Refused(NamedTuple):
     lacks_cu_seqlens: bool = False
 
 
+def refuse_wrapped(inputs: Inputs) -> None:
+    """Raise for tensors that are not one rank's alone, and for a transform, whose tensors are not sent."""
+    if _transforms_active():
+        raise NotImplementedError(
+            "context parallelism is called under a transform of torch.func (vmap, grad, vjp, jvp), for which it has no "
+            "rule; torch.autograd differentiates it"
+        )
+    for name, t in zip("qkv", (inputs.q, inputs.k, inputs.v), strict=True):
+        if hasattr(t, "to_local"):
+            raise TypeError(f"{name} is a DTensor; it must be this rank's own torch.Tensor, as {name}.to_local() is")
+
+
 def key_of_call(
     inputs: Inputs,
     modifiers: Modifiers,
@@ -54,6 +67,8 @@ def key_of_call(
     try:
         if any(value is not None and value is not False and value != 0.0 for value in refused):
             return None
+        if _transforms_active() or any(hasattr(t, "to_local") for t in (inputs.q, inputs.k, inputs.v)):
+            return None  # which refuse_wrapped refuses
         tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
         return (
             (dist.group.WORLD,) if where.group is None else _groups(where.group),

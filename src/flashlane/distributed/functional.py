@@ -30,7 +30,7 @@ from flashlane.core.validate import (
 from flashlane.distributed.agree import agree, agree_on_grid
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
-from flashlane.distributed.call_key import Key, Refused, Where, forget_destroyed, key_of_call
+from flashlane.distributed.call_key import Key, Refused, Where, forget_destroyed, key_of_call, refuse_wrapped
 from flashlane.distributed.comm import Grid, Group, Ranks, label_of
 from flashlane.distributed.copies import half_of_call
 from flashlane.distributed.gather import Task
@@ -224,10 +224,11 @@ def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     """
     if hasattr(cu_seqlens, "__array__"):
         cu_seqlens = torch.as_tensor(cu_seqlens)
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+        no_numbers = cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool or cu_seqlens.is_meta
+        if cu_seqlens.dim() != 1 or no_numbers:
             raise TypeError(
-                f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; it must hold whole numbers, "
-                f"(documents + 1,)"
+                f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)} on {cu_seqlens.device}; it must "
+                f"hold whole numbers, (documents + 1,)"
             )
         ends = cu_seqlens.tolist()
     else:
@@ -298,6 +299,7 @@ def _checked(
     fields: tuple[tuple[str, object], ...] = ()
     try:
         _refuse(refused)
+        refuse_wrapped(inputs)
         if _is_captured(device):
             raise NotImplementedError(
                 "a CUDA graph captures a call that was not made before; make it once before the capture, with "

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from flashlane.core import batched_gradients
 from flashlane.core.arch import arch_of, autocast
 from flashlane.core.once import differentiated_once
 from flashlane.core.validate import check_dtype, check_flag, check_number, check_strided, kind_of
@@ -407,9 +406,6 @@ def _gradients(
 
     Those of the first three are computed as in the entry's calls, where there is an entry and it can.
     """
-    if any(t is not None and batched_gradients.is_batched(t) for t in (do, dlse)):
-        of_one = functools.partial(_gradients, call, out, lse, tensors=tensors, needs_grad=needs_grad)
-        return tuple(batched_gradients.one_by_one(of_one, (do, dlse)))
     operands: Any = None
     if entry is not None and dlse is None and type(do) is torch.Tensor and not do.is_neg() and any(needs_grad[:3]):
         operands = _repeated_gradients(entry, call, out, lse, do, tensors)
