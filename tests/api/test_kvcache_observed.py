@@ -14,6 +14,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashlane import flash_attn_varlen_func, flash_attn_with_kvcache
+from flashlane.api import kvcache
+from flashlane.core.cache_update import CacheUpdate
 
 NO_GRADIENTS = "has no gradients"
 
@@ -159,3 +161,46 @@ def test_batches_of_any_size_append_by_one_graph() -> None:
         expected = append(q, *caches.clone(), new, lengths)
         torch.testing.assert_close(step(q, *caches, new, lengths), expected)
     assert counter.frame_count == 1
+
+
+NEGATIVE = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin")
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_a_negative_bit_of_any_tensor_is_read_and_kept(name: str, observed: bool) -> None:
+    """The operator of an observed call ended in an assertion of torch's where a cache had the bit."""
+    results = []
+    q, k_cache, v_cache, new, _ = drawn()
+    for negative in (False, True):
+        given = {"q": q, "k_cache": k_cache.clone(), "v_cache": v_cache.clone(), "k": new, "v": new, **TABLES}
+        if negative:
+            given[name] = torch._neg_view(-given[name])
+            assert given[name].is_neg()
+        with FlopCounterMode(display=False) if observed else contextlib.nullcontext():
+            out = flash_attn_with_kvcache(cache_seqlens=ints(3, 4), **given)
+        results.append((out, given["k_cache"], given["v_cache"]))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+    assert not torch.equal(results[1][1], k_cache)
+
+
+@pytest.mark.parametrize("name", [None, *NEGATIVE])
+def test_no_kernel_gets_a_tensor_whose_memory_has_the_other_sign(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel reads memory: on a GPU, rows with a negative bit were appended and rotated with the wrong sign."""
+    launches = pytest.importorskip("flashlane.kernels.triton.cache_update")
+    ran: list[str] = []
+    monkeypatch.setattr(launches, "launch", lambda *_: ran.append("kernel"))
+    monkeypatch.setattr(kvcache, "update_in_torch", lambda *_: ran.append("torch"))
+    with FakeTensorMode():
+        given = {each: torch.empty(2, 1, 4, 8, device="cuda") for each in NEGATIVE}
+        if name is not None:
+            given[name] = torch._neg_view(given[name])
+        lengths = torch.empty(2, dtype=torch.int32, device="cuda")
+        renamed = {each.removeprefix("rotary_"): t for each, t in given.items()}
+        flags = {"batch_idx": None, "block_table": None, "interleaved": False, "advance": False}
+        update = CacheUpdate(cache_seqlens=lengths, **renamed, **flags)
+        kvcache.run_update(update, lengths, lengths)
+    assert ran == ["kernel" if name is None else "torch"]

@@ -68,9 +68,10 @@ def _appended(*values: Any) -> CacheUpdate:
 def run_update(update: CacheUpdate, q_out: torch.Tensor, seqused: torch.Tensor) -> None:
     """Append to the cache in place, and fill what :meth:`CacheUpdate.allocate` gave.
 
-    One launch on a GPU that has Triton.
+    One launch on a GPU that has Triton, where no tensor has its negative bit set.
     """
-    if update.q.is_cuda and _has_triton():
+    # The kernel reads and writes memory, which has the other sign where a tensor's negative bit is set.
+    if update.q.is_cuda and _has_triton() and not any(t is not None and t.is_neg() for t in update.floats):
         from flashlane.kernels.triton import cache_update
 
         cache_update.launch(update, q_out, seqused)
@@ -159,8 +160,23 @@ def _above_autograd(keyset: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor
         return torch.ops.flashlane.update_cache.default.redispatch(behind, *args)
 
 
+_BEHIND_NEGATIVE = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.Negative)
+
+
+def _above_negative(keyset: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator's kernel for negative bits: torch's own takes no operator that writes to one tensor and returns
+    another."""
+    plain = [t.resolve_neg() if isinstance(t, torch.Tensor) else t for t in args]
+    made = torch.ops.flashlane.update_cache.default.redispatch(keyset & _BEHIND_NEGATIVE, *plain)
+    for cache, written in zip(args[1:3], plain[1:3], strict=True):
+        if written is not cache:
+            cache.copy_(written)
+    return made
+
+
 _library.impl("update_cache", _operator, "CompositeExplicitAutograd")
 _library.impl("update_cache", _above_autograd, "Autograd", with_keyset=True)
+_library.impl("update_cache", _above_negative, "Negative", with_keyset=True)
 torch.library.register_fake("flashlane::update_cache", lambda *args: _appended(*args).allocate(), lib=_library)
 torch.library.register_vmap("flashlane::update_cache", _vmap_update, lib=_library)
 

@@ -34,6 +34,11 @@ class CacheUpdate:
         rows = self.k_cache.shape[1]
         return rows if self.block_table is None else rows * self.block_table.shape[1]
 
+    @property
+    def floats(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors of numbers that are read or written, not those of indices."""
+        return self.q, self.k_cache, self.v_cache, self.k, self.v, self.cos, self.sin
+
     def allocate(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the rotated q (empty where nothing is rotated) and for the lengths after appending."""
         shape = self.q.shape if self.cos is not None else (0,)
