@@ -168,6 +168,31 @@ def test_a_private_backward_takes_what_fits_its_forward(
         call(*values[:9], *lengths, *values[9:], -1, -1, 0.0, None, False)
 
 
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"dropout_p": np.array([0.1, 0.2])}, TypeError, "dropout_p is array([0.1, 0.2]); it must be a number"),
+        ({"dropout_p": torch.zeros(0)}, TypeError, "dropout_p is tensor([]); it must be a number"),
+        ({"dropout_p": 1.5}, ValueError, "dropout_p is 1.5; it must be finite, at least 0 and below 1"),
+        ({"window_size_left": "x"}, TypeError, "(window_size_left, window_size_right) is ('x', -1); it must be two"),
+        ({"window_size_right": -3}, ValueError, "(window_size_left, window_size_right) is (-1, -3); each side must"),
+        ({"return_softmax": "no"}, TypeError, "return_softmax is 'no'; it must be True or False"),
+        ({"return_softmax": np.array([1, 2])}, TypeError, "return_softmax is array([1, 2]); it must be True or False"),
+    ],
+    ids=words_of,
+)
+def test_options_of_a_private_forward_are_named(given: dict[str, Any], kind: Any, message: str, varlen: bool) -> None:
+    options = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": False, "window_size_left": -1, "window_size_right": -1}
+    options |= {"softcap": 0.0, "alibi_slopes": None, "return_softmax": False}
+    forward = fa2._flash_attn_varlen_forward if varlen else fa2._flash_attn_forward
+    packed = ROWS_Q, ROWS_K, ROWS_K, ints(0, 2, 5), ints(0, 3, 6), 3, 3
+    operands = packed if varlen else (Q, K, K)
+    assert len(forward(*operands, **{**options, "dropout_p": np.float32(0.1), "return_softmax": np.True_})) == 4
+    with pytest.raises(kind, match="^" + re.escape(message)):
+        forward(*operands, **{**options, **given})
+
+
 def test_lengths_of_pages_of_a_private_forward_are_whole() -> None:
     table, cu = ints(0, 1)[:, None], ints(0, 3, 5)
 
@@ -285,6 +310,23 @@ TABLE = ints(0, 1)[:, None]
             TypeError,
             "lse_partial[0] has dtype torch.int32; all must have one",
             lambda: fa3.flash_attn_combine(torch.zeros(3, 2, 5, 4, 8), torch.zeros(3, 2, 5, 4).int()),
+        ),
+        refused(
+            TypeError,
+            "return_lse is 'x'; it must be True or False",
+            lambda: fa4.flash_attn_combine(torch.randn(3, 2, 5, 4, 8), torch.randn(3, 2, 5, 4), return_lse="x"),  # type: ignore[arg-type]
+        ),
+        refused(
+            TypeError,
+            "out_dtype is array([1, 2]); it may be one of",
+            lambda: fa4.flash_attn_combine(
+                torch.randn(3, *Q.shape), torch.randn(3, 2, 5, 4), Q.clone(), np.arange(1, 3)
+            ),  # type: ignore[arg-type]
+        ),
+        refused(
+            ValueError,
+            "window_size is tensor(..., device='meta', size=(2,), dtype=torch.int32); it must be two whole numbers",
+            lambda: fa4.flash_attn_func(Q, K, K, window_size=ints(1, 2).to("meta")),  # type: ignore[arg-type]
         ),
     ],
 )

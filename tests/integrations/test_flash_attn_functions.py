@@ -524,6 +524,8 @@ def test_values_beside_their_keys_are_not_copied() -> None:
         both = joined(q.double(), qv.double(), k, v)[1]
         assert both.shape[-1] == 24 and both.data_ptr() == min(k.data_ptr(), v.data_ptr())
         assert torch.equal(both, torch.cat([v, k] if order == "v first" else [k, v], -1))
+        negative = torch._neg_view(v)  # one view of both would have the sign of the first for all
+        assert torch.equal(joined(q.double(), qv.double(), k, negative)[1], torch.cat([k, -v], -1))
     k, v = (t.requires_grad_() for t in latent("apart", 1, 7))
     out = fa3.flash_attn_func(q.double(), k, v, qv=qv.double())
     assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(out.sum(), (k, v)))

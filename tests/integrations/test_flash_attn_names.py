@@ -124,6 +124,23 @@ def test_an_unknown_name_says_which_there_are() -> None:
             call(["flash_attn"])
 
 
+def test_replace_is_a_yes_or_no() -> None:
+    """A word counted as yes, and put flashlane in the place of what was installed."""
+    with pytest.raises(TypeError, match=r"^replace is 'no'; it must be True or False"):
+        names.install("flash_attn", replace="no")  # type: ignore[arg-type]
+    assert names.installed() == ()
+
+
+def test_names_can_be_uninstalled_after_a_reload() -> None:
+    """The module is run again by ``importlib.reload`` and by notebooks that reload what they import."""
+    names.install()
+    again = importlib.reload(names)
+    assert set(again.installed()) == set(names.NAMES)
+    assert importlib.import_module("flash_attn").flash_attn_func is flashlane.flash_attn_func
+    again.uninstall()
+    assert again.installed() == () and importlib.util.find_spec("flash_attn") is None
+
+
 def libraries(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> Iterator[None]:
     for name, text in files.items():
         path = folder / name
@@ -229,7 +246,7 @@ def test_metadata_says_a_version_that_is_ours() -> None:
     names.install()
     assert importlib.metadata.version("flash_attn") == importlib.metadata.version("flash-attn") == "2.8.4+flashlane"
     assert importlib.import_module("flash_attn").__version__ == "2.8.4+flashlane"
-    assert importlib.metadata.version("flash_attn_3") == "3.0.0+flashlane"
+    assert importlib.metadata.version("flash_attn_3") == importlib.metadata.version("Flash.Attn-3") == "3.0.0+flashlane"
     mapping = importlib.metadata.packages_distributions()
     assert set(mapping["flash_attn"]) == {"flash-attn", "flash-attn-4"}
     assert mapping["flash_attn_interface"] == ["flash-attn-3"]

@@ -316,7 +316,8 @@ def flash_attn_with_kvcache(
     The keys of sequence i are its rows ``cache_leftpad[i]`` to ``cache_seqlens[i]`` plus the new ones; masks and ALiBi
     count from the first of them and align the last query with the last key. Nothing waits for the GPU, so that a step
     can be captured in a CUDA graph; everything but what a GPU holds is checked before the cache is written to. There,
-    rows past the end of the cache are not stored and lengths past it count as full.
+    rows past the end of the cache are not stored and lengths past it count as full; pages of a table and
+    cache_batch_idx are taken as they are, and must be those of the cache.
 
     Args:
         q: ``(b, sq, h, d)``.

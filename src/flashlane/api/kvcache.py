@@ -1,8 +1,10 @@
 """Attention over a key/value cache: rows are appended in place, rotated where asked, and then read.
 
 Source of the semantics: Dao-AILab/flash-attention, ``flash_attn_with_kvcache``. Nothing here waits for a GPU, so that
-a decoding step can be captured in a CUDA graph. What that leaves unchecked there (lengths and tables are not read by
-the host) reads and writes nothing outside the cache: rows past its end are not stored, lengths past it count as full.
+a decoding step can be captured in a CUDA graph. What that leaves unchecked there are lengths and tables, which the host
+does not read. Lengths read and write nothing outside the cache: rows past its end are not stored, lengths past it count
+as full. Pages and rows of the batch axis are taken as they are: a number that k_cache does not have is an address
+outside of it.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import logging
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
@@ -62,10 +63,14 @@ def install(*names: str, replace: bool = False) -> tuple[str, ...]:
         The names that are flashlane's now.
 
     Raises:
+        TypeError: ``replace`` is no yes or no.
         ValueError: a name is none of these.
         ImportError: a name was given whose library is installed, and ``replace`` is False.
     """
+    from flashlane.core.validate import check_flag  # not before, so that importing this module imports no torch
+
     _check(names)
+    replace = check_flag("replace", replace)
     chosen = []
     for name in dict.fromkeys(names) or NAMES:
         if name in _finder.provided or replace or not _present(name):
@@ -227,7 +232,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         wanted = getattr(context, "name", None)
         for name in self.provided:
             distribution, _, modules = _DISTRIBUTIONS[name]
-            if wanted is None or wanted.lower().replace("_", "-") == distribution:
+            if wanted is None or re.sub(r"[-_.]+", "-", wanted).lower() == distribution:
                 yield _Distribution(distribution, _version(name), modules)
 
 
@@ -256,4 +261,4 @@ def _elsewhere(fullname: str, path: Sequence[str] | None, ours: Finder) -> impor
     return None
 
 
-_finder = Finder()
+_finder: Finder = globals().get("_finder") or Finder()  # one that is installed stays, so that it can be uninstalled

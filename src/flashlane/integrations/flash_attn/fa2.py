@@ -29,6 +29,8 @@ from flashlane.core.problem import CallOptions, Inputs
 from flashlane.core.validate import (
     check_cu_seqlens,
     check_dtype,
+    check_flag,
+    check_number,
     check_results,
     check_strided,
     contiguous,
@@ -60,7 +62,11 @@ PACKAGE = [name for name in __all__ if name.startswith("flash_attn_")]
 """The names of the package ``flash_attn`` itself."""
 
 USE_TRITON_ROCM = False
-_NAMES = {"scale": "softmax_scale", "dropout_seed": "rng_state"}
+_NAMES = {
+    "scale": "softmax_scale",
+    "dropout_seed": "rng_state",
+    "window_size": "(window_size_left, window_size_right)",
+}
 Forward = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -206,6 +212,8 @@ def _options(
     softcap: float,
     deterministic: bool = False,
 ) -> CallOptions:
+    if not isinstance(dropout_p, float | int | torch.SymFloat | torch.SymInt):
+        dropout_p = check_number("dropout_p", dropout_p, 0.0, 1.0)
     return CallOptions(
         softmax_scale,
         causal,
@@ -229,7 +237,7 @@ def _seed(dropout_p: float, rng_state: torch.Tensor | None) -> torch.Tensor | No
 
 @torch.no_grad()
 def _forward(inputs: Inputs, options: CallOptions, return_softmax: bool) -> Forward:
-    q = inputs.q
+    q, return_softmax = inputs.q, check_flag("return_softmax", return_softmax)
     seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=q.device) if options.dropout_p else None
     inputs = replace(inputs, dropout_seed=seed)
     out, lse = ops.check_and_run(inputs, None, _NAMES, options)

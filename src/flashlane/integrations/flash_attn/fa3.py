@@ -194,7 +194,7 @@ def _check_out(out: Any, out_partial: torch.Tensor, out_dtype: torch.dtype | Non
         raise ValueError(
             f"out has shape {tuple(out.shape)}; it must be {shape}, that of out_partial but its first axis"
         )
-    if out_dtype is not None and out.dtype != out_dtype:
+    if isinstance(out_dtype, torch.dtype) and out.dtype != out_dtype:
         raise TypeError(f"out has dtype {out.dtype}; with this out_dtype it must be {out_dtype}")
     if out.device != out_partial.device:
         raise ValueError(f"out is on {out.device} and out_partial is on {out_partial.device}; they must agree")

@@ -156,6 +156,7 @@ def flash_attn_combine(
     ``cu_seqlens`` and ``seqused`` say which rows need a result; all have one here.
     """
     refuse(virtual_batch_idx=virtual_batch_idx)
+    return_lse = check_flag("return_lse", return_lse)
     found, lse = fa3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
     return found, (lse if return_lse else None)
 
@@ -205,7 +206,7 @@ def _sides(window_size: Sides, causal: bool) -> tuple[int, int]:
     """
     try:
         left, right = (None if side is None else operator.index(side) for side in window_size)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last: a tensor that holds nothing
         raise ValueError(
             f"window_size is {window_size!r}; it must be two whole numbers (left, right), or None for an unbounded side"
         ) from None

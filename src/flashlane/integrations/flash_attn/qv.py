@@ -53,6 +53,8 @@ def _view(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
     """Both as one view, if the rows of the second begin where those of the first end and neither needs a gradient."""
     if is_observed() or not holds_numbers(first, second):
         return None
+    if first.is_neg() or second.is_neg():  # what lies in memory is not the value, which one view of both would need
+        return None
     if first.requires_grad or second.requires_grad or first.dtype != second.dtype or first.device != second.device:
         return None
     together = first.stride() == second.stride() and first.stride(-1) == 1
