@@ -213,6 +213,7 @@ def test_bad_input_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "--iters is 0" in error_of("wan", "--iters", "0") and "--format is 'gif'" in error_of(
         "wan", "--format", "gif"
     )
+    assert "--model is 'x', which only the workload minilm reads" in error_of("wan", "--model", "x")
     assert "minilm needs the weights of its model" in error_of("minilm", "--model", str(tmp_path))
     made(monkeypatch, lambda setup: scaled({"scale": 1.0, "ours": 1.0}), package="no_such_package")
     assert 'made needs no_such_package: pip install "flashlane[no_such_package]"' in error_of("made")

@@ -166,6 +166,8 @@ def _workloads(named: list[str] | None, model: str | None, device: torch.device)
     for name in named or ():
         if name not in WORKLOADS:
             raise ValueError(f"WORKLOAD is {name!r}, which is unknown; {suggest(name, tuple(WORKLOADS))}")
+    if model is not None and named and "minilm" not in named:
+        raise ValueError(f"--model is {model!r}, which only the workload minilm reads; it may be given with minilm")
     chosen, left_out = [], []
     for name in dict.fromkeys(named or WORKLOADS):
         missing = WORKLOADS[name].missing(device)
