@@ -73,7 +73,7 @@ def run_update(update: CacheUpdate, q_out: torch.Tensor, seqused: torch.Tensor) 
     One launch on a GPU that has Triton, where no tensor has its negative bit set.
     """
     # The kernel reads and writes memory, which has the other sign where a tensor's negative bit is set.
-    if update.q.is_cuda and _has_triton() and not any(t is not None and t.is_neg() for t in update.floats):
+    if update.q.is_cuda and _has_triton() and not update.has_negative_bit:
         from flashlane.kernels.triton import cache_update
 
         cache_update.launch(update, q_out, seqused)

@@ -35,9 +35,11 @@ class CacheUpdate:
         return rows if self.block_table is None else rows * self.block_table.shape[1]
 
     @property
-    def floats(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors of numbers that are read or written, not those of indices."""
-        return self.q, self.k_cache, self.v_cache, self.k, self.v, self.cos, self.sin
+    def has_negative_bit(self) -> bool:
+        """Whether what lies in the memory of some tensor is not its value; without a loop, as each step asks."""
+        if self.q.is_neg() or self.k.is_neg() or self.v.is_neg() or self.k_cache.is_neg() or self.v_cache.is_neg():
+            return True
+        return self.cos is not None and (self.cos.is_neg() or self.sin.is_neg())
 
     def allocate(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the rotated q (empty where nothing is rotated) and for the lengths after appending."""
