@@ -185,6 +185,23 @@ def test_a_negative_bit_of_any_tensor_is_read_and_kept(name: str, observed: bool
     assert not torch.equal(results[1][1], k_cache)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_a_negative_bit_is_read_and_kept_on_a_gpu(name: str) -> None:
+    q, k_cache, v_cache, new, _ = (t.cuda() for t in drawn())
+    tables = {table: t.cuda() for table, t in TABLES.items()}
+    results = []
+    for negative in (False, True):
+        given = {"q": q, "k_cache": k_cache.clone(), "v_cache": v_cache.clone(), "k": new, "v": new, **tables}
+        if negative:
+            given[name] = torch._neg_view(-given[name])
+        out = flash_attn_with_kvcache(cache_seqlens=ints(3, 4).cuda(), **given)
+        results.append((out, given["k_cache"], given["v_cache"]))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(results[1][1], k_cache)
+
+
 @pytest.mark.parametrize("name", [None, *NEGATIVE])
 def test_no_kernel_gets_a_tensor_whose_memory_has_the_other_sign(
     name: str | None, monkeypatch: pytest.MonkeyPatch

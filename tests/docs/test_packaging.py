@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from mypy import api as mypy
 
 import flashlane
 
@@ -68,7 +69,6 @@ def test_wheel_is_pure_python_and_has_every_source(wheel):
 
 
 def test_a_type_checker_takes_what_readme_does_with_results(tmp_path):
-    mypy = pytest.importorskip("mypy.api")
     program = tmp_path / "program.py"
     program.write_text(
         "import torch\n"

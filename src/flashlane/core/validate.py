@@ -166,10 +166,7 @@ def check_sizes(inputs: Inputs, varlen: bool, paged: bool, batch: bool = True) -
 
 
 def check_equal_lengths(k: torch.Tensor, v: torch.Tensor, axis: str = "length") -> None:
-    """Raise ValueError unless k and v have the same axes before the heads, the last of which is called ``axis``.
-
-    Callers have axes in other orders, so that a message names one where it can.
-    """
+    """Raise ValueError unless k and v have the same axes before the heads; messages call the last of them ``axis``."""
     if k.shape[:-2] != v.shape[:-2]:
         if k.shape[:-3] == v.shape[:-3]:
             raise ValueError(f"v has {axis} {v.shape[-3]} and k has {k.shape[-3]}; they must be equal")
@@ -281,14 +278,13 @@ def check_longest(name: str, longest: Any) -> None:
         TypeError: it is no int; True counts as 1, as in FlashAttention-2.
         ValueError: it is negative.
     """
-    if isinstance(longest, torch.SymInt):
-        return
     if torch.compiler.is_dynamo_compiling() and isinstance(longest, int):  # so a symbol's type is called there
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
         if not guard_or_false(longest < 0):
             return
-    _check_count(name, longest, isinstance(longest, int))
+    if not isinstance(longest, torch.SymInt):
+        _check_count(name, longest, isinstance(longest, int))
 
 
 def _check_count(name: str, value: Any, whole: bool) -> None:
