@@ -26,8 +26,8 @@ LLAMA = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 
 SIZES = ("--B", "1", "--H", "2", "--N", "128", "--D", "64", "--dtype", "bf16", "--causal", "--arch", "sm_90a")
 
 
-def flashlane(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+def flashlane(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200", **variables}
     command = [sys.executable, "-m", "flashlane", "prebuild", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -52,6 +52,10 @@ def test_a_call_compiles_nothing_where_it_was_prebuilt_nor_where_the_wheel_is(tm
     outcome = process(tmp_path / "empty", paths=(tmp_path / "installed",))
     assert outcome["entries"] == KERNELS and outcome["cached"] == [True] * 4 and not outcome["nvrtc"]
     assert not (tmp_path / "empty").exists()
+
+    paths = os.pathsep.join((str(ROOT / "src"), str(tmp_path / "installed")))
+    done = flashlane(*SIZES, "--out", str(tmp_path / "for another machine"), PYTHONPATH=paths)
+    assert "4 compiled, 0 there before" in done.stdout, "that machine may not have the wheel"
 
     index = tmp_path / "installed" / "flashlane_cubins" / "index.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "compiler": "12.0"}))

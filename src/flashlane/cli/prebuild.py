@@ -105,7 +105,7 @@ def prebuild_command(
         if ptx:
             count, wrong = prebuild.store_ptx(jobs, cache.ptx(out), lambda: progress.advance(task))
         else:
-            built = prebuild.compile_all(jobs, lambda: progress.advance(task))
+            built = prebuild.compile_all(jobs, lambda: progress.advance(task), alone=out is not None)
             count, wrong = len(built.compiled) - built.lost, built.wrong
     for line in wrong:
         console.print(line, style="red", highlight=False, markup=False)

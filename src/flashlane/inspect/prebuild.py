@@ -6,6 +6,7 @@ nothing is compiled here for problems that these run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -73,6 +74,8 @@ class Built:
     compiled: list[Compiled] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     """A line for each kernel that did not compile."""
+    lost: int = 0
+    """How many kernels neither the cache nor an installed package has: the disk was full, or the cache's limit."""
 
     @property
     def fresh(self) -> int:
@@ -84,16 +87,12 @@ class Built:
         """The total size of the cubins, in bytes."""
         return sum(len(one.cubin) for one in self.compiled)
 
-    @property
-    def lost(self) -> int:
-        """How many kernels neither the cache nor an installed package has: the disk was full, or the cache's limit."""
-        installed = cache.installed()
-        stores = [cache.default()] if installed is None else [cache.default(), installed.store]
-        return sum(1 for one in self.compiled if not any(one.key in store for store in stores))
-
 
 def compile_all(
-    jobs: Iterable[tuple[KernelSource, str]], on_each: Callable[[], None] = lambda: None, workers: int | None = None
+    jobs: Iterable[tuple[KernelSource, str]],
+    on_each: Callable[[], None] = lambda: None,
+    workers: int | None = None,
+    alone: bool = False,
 ) -> Built:
     """Compile kernels into the disk cache, in parallel threads.
 
@@ -101,9 +100,14 @@ def compile_all(
         jobs: kernels with their architectures.
         on_each: called after each kernel.
         workers: the number of threads; by default that of the cores.
+        alone: the cache gets what an installed package of cubins has, too.
     """
     built = Built()
-    _in_threads(jit.compile, jobs, built.compiled, built.wrong, on_each, workers)
+    with cache.without_installed() if alone else contextlib.nullcontext():
+        _in_threads(jit.compile, jobs, built.compiled, built.wrong, on_each, workers)
+        installed = cache.installed()
+    stores = [cache.default()] if installed is None else [cache.default(), installed.store]
+    built.lost = sum(1 for one in built.compiled if not any(one.key in store for store in stores))
     return built
 
 

@@ -220,9 +220,27 @@ class Installed(NamedTuple):
     """What ``toolchain.runtime_headers_digest()`` gave."""
 
 
-@functools.cache
 def installed() -> Installed | None:
-    """The installed cubins, or None where there are none or their index cannot be read."""
+    """The installed cubins, or None where there are none, where their index cannot be read, or where none count."""
+    return _found_installed() if _installed_counts else None
+
+
+_installed_counts = True
+
+
+@contextlib.contextmanager
+def without_installed() -> Iterator[None]:
+    """Inside no cubins are installed, so that the cache gets all that is compiled: a folder for another machine."""
+    global _installed_counts
+    before, _installed_counts = _installed_counts, False
+    try:
+        yield
+    finally:
+        _installed_counts = before
+
+
+@functools.cache
+def _found_installed() -> Installed | None:
     spec = importlib.util.find_spec(CUBINS_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
