@@ -153,6 +153,23 @@ def test_what_the_kernels_refuse_is_told(launches: Launches) -> None:
     assert not launches
 
 
+def test_a_captured_tensor_with_an_axis_that_kernels_cannot_count_is_refused(launches: Launches) -> None:
+    """With 2^32 pairs, as a flat table of 65536 tokens has, the size wrapped to 0, and elements before it were read."""
+    table = torch.zeros(1).expand(1 << 32)
+
+    def score(score, b, h, q, kv):
+        return score + table[q.long() * 65536 + kv]
+
+    with pytest.raises(NotImplementedError, match=r"shape \(4294967296,\); an axis may have up to 2147483647 .*TORCH"):
+        flashlane.flex_attention(*operands(), score, enable_gqa=True)
+    assert not launches
+    call = (*operands(), score, None, None, True, False, None, None, "reference")
+    assert bool((attention.attend(*call) == 0).all()), "which calls that may run otherwise do"
+    program, arguments = bind(score, None, torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match=r"shape \(4294967296,\)"):
+        program.params(arguments)
+
+
 def test_a_call_without_a_score_and_lists_runs_the_kernel_without_a_program(launches: Launches) -> None:
     q, k, v = (t.transpose(1, 2) for t in operands())
     program, arguments = bind(None, causal, q.device)

@@ -20,7 +20,7 @@ from flashlane.core.validate import check_dtype, check_flag, check_number, check
 from flashlane.flex import packed, reference, repeats, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.blocks import narrowed
-from flashlane.flex.program import Arguments, Program
+from flashlane.flex.program import Arguments, Program, refusal
 from flashlane.flex.trace import NO_TANGENTS
 
 KERNELS = "flashlane.kernels.hopper.flex"
@@ -201,7 +201,7 @@ def _attend(
         kernels = None
         if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
             lists = block_mask if window is None and documents is None else None
-            kernels = _kernels(query, key, value, lists, otherwise)
+            kernels = _kernels(query, key, value, lists, otherwise, arguments.tensors)
     except NotImplementedError as error:
         if otherwise != "torch":
             raise
@@ -310,15 +310,21 @@ def _check_dtypes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 
 
 def _kernels(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mask: Any, otherwise: str
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: Any,
+    otherwise: str,
+    tensors: tuple[torch.Tensor, ...],
 ) -> types.ModuleType | None:
-    """The module whose kernels run a call, None for the reference.
+    """The module whose kernels run a call, None for the reference; ``tensors`` are those of the program.
 
     Raises:
         NotImplementedError: no kernel runs the call, and ``otherwise`` is not ``reference``.
     """
     module = importlib.import_module(KERNELS)
     reason = module.supports(*_swap_heads_and_rows(query, key, value), block_mask, arch_of(query.device))
+    reason = reason or refusal(tensors)
     if reason is None:
         return module
     if otherwise == "reference":

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 HEADER = "program.cuh"
 """Name of the generated header, which a kernel's source includes."""
+LONGEST_AXIS = 2**31 - 1
+"""The longest axis of a tensor that kernels read: ``ProgramParams`` has sizes of 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +187,11 @@ class Program:
 
         Raises:
             ValueError: the tensors or the integers are not those that the program declares.
+            NotImplementedError: :func:`refusal` gives a reason.
         """
         self.check(arguments)
+        if (reason := refusal(arguments.tensors)) is not None:
+            raise NotImplementedError(reason)
         dims = max([1, *(t.ndim for t in self.captured)])
         params = _structure(max(1, len(self.captured)), dims, max(1, self.integers))()
         for i, tensor in enumerate(arguments.tensors):
@@ -214,6 +219,14 @@ class Program:
                 raise ValueError(
                     f"{declared.name} has shape {tuple(tensor.shape)}; a program reads at least one element"
                 )
+
+
+def refusal(tensors: Sequence[torch.Tensor]) -> str | None:
+    """Why kernels cannot read the tensors of a call, or None: a size that wrapped would be another tensor's."""
+    for t in tensors:
+        if any(size > LONGEST_AXIS for size in t.shape):
+            return f"a captured tensor has shape {tuple(t.shape)}; an axis may have up to {LONGEST_AXIS} elements"
+    return None
 
 
 @functools.cache
