@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from flashlane.flex import block_mask as module
 from flashlane.flex import blocks, device_blocks, masks, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.intervals import Intervals, interval_mask_mod
+from flashlane.jit.launch import MAX_GRID
 
 OFFSETS = torch.tensor([0, 70, 71, 300, 420, 500])
 GAPS = [-1, *(parent for i in range(0, 24, 2) for parent in (i, i))]
@@ -378,6 +382,36 @@ def test_device_kernels_compile_without_spills(name: str, arch: str) -> None:
 def test_every_device_file_has_a_source() -> None:
     files = {path.stem for path in Path(device_blocks.__file__).parent.glob("*.cu")}
     assert files == {source.entry for source in sources().values()}
+
+
+def test_more_matrices_than_an_axis_of_a_grid_has_are_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a mask of 1024 batch rows and 64 heads of their own has: the launch was refused."""
+    launched: list[tuple[int, Any]] = []
+
+    def launch(grid: tuple[int, int, int], block: Any, shared: int, params: Any) -> None:
+        assert all(size <= most for size, most in zip(grid, MAX_GRID, strict=True))
+        launched.append((grid[1], params))
+
+    monkeypatch.setattr(device_blocks, "_function", lambda *_: SimpleNamespace(launch=launch))
+    monkeypatch.setattr(device_blocks, "on_device", lambda index: contextlib.nullcontext())
+    table = torch.full((1024, 64, 2, 3), blocks.PARTIAL, dtype=torch.int8)
+    made = device_blocks.block_mask(table, None, (256, 384), (128, 128), False)
+    assert [count for count, _ in launched] == [65535, 1]
+    first, second = (params for _, params in launched)
+    assert [first.states, second.states] == [table.data_ptr(), table[1023, 63].data_ptr()]
+    for side, counts, indices in (
+        ("of_rows", made.kv_num_blocks, made.kv_indices),
+        ("of_columns", made.q_num_blocks, made.q_indices),
+    ):
+        for params, at in ((first, (0, 0)), (second, (1023, 63))):
+            lists = getattr(params, side)
+            assert [lists.counts, lists.indices] == [counts[at].data_ptr(), indices[at].data_ptr()]
+            assert lists.full_counts is None and lists.full_indices is None
+    launched.clear()
+    starts = torch.zeros(65536, 1, 1, 4, dtype=torch.int32)
+    states = device_blocks.interval_states(starts, starts, (4, 4), (2, 4))
+    assert [count for count, _ in launched] == [65535, 1] and states.shape == (65536, 1, 2, 1)
+    assert launched[1][1].starts == starts[-1].data_ptr() and launched[1][1].states == states[-1].data_ptr()
 
 
 def moved(mask: masks.Mask | object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flashlane.core.arch import arch_of
 from flashlane.flex.neighbourhoods import AXES, ROWS, Neighbourhood
 from flashlane.flex.program import HEADER, Arguments, Program
 from flashlane.jit import KernelSource
-from flashlane.jit.launch import on_device
+from flashlane.jit.launch import MAX_GRID, on_device
 
 THREADS = 128
 SEGMENT = 1024
@@ -109,12 +110,19 @@ def interval_states(
         return states
     segments = -(-columns // SEGMENT)
     sizes = (intervals, queries, lengths[1], *block_size, rows, columns, segments)
-    params = IntervalParams(starts.data_ptr(), ends.data_ptr(), states.data_ptr(), *sizes)
     with on_device(starts.device.index):
-        _function(interval_source(), starts.device.index).launch(
-            (rows * segments, heads, batch), (THREADS, 1, 1), 0, params
-        )
+        function = _function(interval_source(), starts.device.index)
+        for matrices, addresses in _parts(starts, ends, states):
+            params = IntervalParams(*addresses, *sizes)
+            function.launch((rows * segments, matrices, 1), (THREADS, 1, 1), 0, params)
     return states
+
+
+def _parts(*tensors: torch.Tensor) -> Iterator[tuple[int, list[int]]]:
+    """Divide contiguous ``(batch, heads, …)`` for launches whose grids have an axis of so many matrices, the heads of
+    all batch rows: how many a launch has, and where each tensor has its first one."""
+    for parts in zip(*(t.flatten(0, 1).split(MAX_GRID[1]) for t in tensors), strict=True):
+        yield len(parts[0]), [part.data_ptr() for part in parts]
 
 
 def neighbourhood_states(
@@ -172,7 +180,7 @@ def look_at_pairs(
 def block_mask(
     states: torch.Tensor, mask_mod: Any, lengths: tuple[int, int], block_size: tuple[int, int], separate: bool
 ) -> BlockMask:
-    """The ``BlockMask`` that ``blocks.from_states`` makes of the same arguments, in one launch."""
+    """The ``BlockMask`` that ``blocks.from_states`` makes of the same arguments, in one launch of up to 65535 heads."""
     batch, heads, rows, columns = states.shape
 
     def empty(*shape: int) -> torch.Tensor:
@@ -182,12 +190,12 @@ def block_mask(
     of_rows = [t for _ in range(kinds) for t in (empty(rows), empty(rows, columns))]
     of_columns = [t for _ in range(kinds) for t in (empty(columns), empty(columns, rows))]
     if states.numel():
-        lists = (_Lists(*(t.data_ptr() for t in own)) for own in (of_rows, of_columns))
-        params = ListParams(states.data_ptr(), *lists, rows, columns)
         with on_device(states.device.index):
-            _function(list_source(), states.device.index).launch(
-                (rows + columns, batch * heads, 1), (THREADS, 1, 1), 0, params
-            )
+            function = _function(list_source(), states.device.index)
+            for matrices, (of_states, *at) in _parts(states, *of_rows, *of_columns):
+                lists = _Lists(*at[: len(of_rows)]), _Lists(*at[len(of_rows) :])
+                params = ListParams(of_states, *lists, rows, columns)
+                function.launch((rows + columns, matrices, 1), (THREADS, 1, 1), 0, params)
     else:
         for t in (*of_rows[::2], *of_columns[::2]):
             t.zero_()
