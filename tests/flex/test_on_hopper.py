@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -151,6 +152,24 @@ def test_what_the_kernels_refuse_is_told(launches: Launches) -> None:
     with pytest.raises(NotImplementedError, match="blocks of \\(32, 32\\); it takes multiples of 64"):
         flashlane.flex_attention(*operands(), None, mask, enable_gqa=True)
     assert not launches
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-31, 1e31])
+def test_the_factor_of_products_whose_maximum_is_taken_is_positive(
+    launches: Launches, scale: float, masked: bool
+) -> None:
+    """A negative one made zeros of all rows, and 0 made NaN."""
+    said = re.escape(f"scale is {scale:g}; without")
+    mask = flashlane.create_block_mask(after, None, None, 300, 200, "cpu") if masked else None
+    with pytest.raises(NotImplementedError, match=rf"{said} a score .* 1e-30 to 1e\+30\. .*TORCH"):
+        flashlane.flex_attention(*operands(), None, mask, scale, enable_gqa=True)
+    assert not launches
+    q, k, v = (t.transpose(1, 2) for t in operands())
+    with pytest.raises(NotImplementedError, match=said):
+        flex.forward(q, k, v, flex.NO_MASK, bind(None, None, q.device)[1], None, scale)
+    flashlane.flex_attention(*operands(), lambda score, b, h, q, kv: score + q, mask, scale, enable_gqa=True)
+    assert launches, "a program multiplies before the maximum is taken"
 
 
 def test_a_captured_tensor_with_an_axis_that_kernels_cannot_count_is_refused(launches: Launches) -> None:

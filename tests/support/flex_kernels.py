@@ -60,7 +60,7 @@ class Kernels:
         self.repeats = True
         """Whether it prepares calls."""
 
-    def supports(self, q, k, v, block_mask, arch):
+    def supports(self, q, k, v, block_mask, arch, program, scale):
         assert block_mask is None or isinstance(block_mask, torch_flex.BlockMask)
         assert arch is None or isinstance(arch, str)
         self.called.append(("supports", (tuple(q.shape), tuple(k.shape), tuple(v.shape))))

@@ -201,7 +201,7 @@ def _attend(
         kernels = None
         if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
             lists = block_mask if window is None and documents is None else None
-            kernels = _kernels(query, key, value, lists, otherwise, arguments.tensors)
+            kernels = _kernels(query, key, value, lists, otherwise, program, arguments.tensors, scale)
     except NotImplementedError as error:
         if otherwise != "torch":
             raise
@@ -315,7 +315,9 @@ def _kernels(
     value: torch.Tensor,
     block_mask: Any,
     otherwise: str,
+    program: Program,
     tensors: tuple[torch.Tensor, ...],
+    scale: float,
 ) -> types.ModuleType | None:
     """The module whose kernels run a call, None for the reference; ``tensors`` are those of the program.
 
@@ -323,8 +325,8 @@ def _kernels(
         NotImplementedError: no kernel runs the call, and ``otherwise`` is not ``reference``.
     """
     module = importlib.import_module(KERNELS)
-    reason = module.supports(*_swap_heads_and_rows(query, key, value), block_mask, arch_of(query.device))
-    reason = reason or refusal(tensors)
+    operands = _swap_heads_and_rows(query, key, value)
+    reason = module.supports(*operands, block_mask, arch_of(query.device), program, scale) or refusal(tensors)
     if reason is None:
         return module
     if otherwise == "reference":

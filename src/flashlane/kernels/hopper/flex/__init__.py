@@ -27,6 +27,7 @@ from flashlane.kernels.hopper.flex.problem import (
     Window,
     readable,
     refusal,
+    scale_refusal,
 )
 from flashlane.kernels.hopper.forward.config import HopperConfig
 
@@ -38,7 +39,13 @@ ANY_MASK = flex_program.Program(mask=expression.binary("ge", expression.input("q
 
 
 def supports(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask | None = None, arch: str | None = ARCH
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_mask: BlockMask | None = None,
+    arch: str | None = ARCH,
+    program: Program = NO_MASK,
+    scale: float = 1.0,
 ) -> str | None:
     """None when the kernels take a call, else the reason in words.
 
@@ -48,9 +55,12 @@ def supports(
         v: ``(b or 1, sk, h_k, dv)``.
         block_mask: of the call, or None.
         arch: the GPU's architecture, as the compiler names it.
+        program: a score and a mask.
+        scale: of the scores.
     """
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    return refusal(q, k, v, block_mask, arch) or (run_backward.refusal(q, v) if wanted else None)
+    reason = refusal(q, k, v, block_mask, arch) or scale_refusal(scale, program)
+    return reason or (run_backward.refusal(q, v) if wanted else None)
 
 
 def forward(
@@ -92,7 +102,7 @@ def forward(
         NotImplementedError: :func:`supports` gives a reason.
         ValueError: a window is given with a block mask, or documents with what they are not given with.
     """
-    _check(q, k, v, program, block_mask, window, documents, config)
+    _check(q, k, v, program, block_mask, scale, window, documents, config)
     operands = map(readable, _of_one_batch(q, k, v))
     if documents is not None:
         return run_packed.forward(*operands, documents, scale)
@@ -133,7 +143,7 @@ def backward(
     Raises:
         NotImplementedError: :func:`supports` gives a reason, or no backward takes the head dims.
     """
-    _check(q, k, v, program, block_mask, window, documents, config)
+    _check(q, k, v, program, block_mask, scale, window, documents, config)
     if (reason := run_backward.refusal(q, v)) is not None:
         raise NotImplementedError(reason)
     if deterministic is None:
@@ -242,10 +252,11 @@ def _of_one_batch(q: torch.Tensor, *keys: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program, block_mask: BlockMask | None, window: Window,
-    documents: Documents | None, config: object,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Program, block_mask: BlockMask | None, scale: float,
+    window: Window, documents: Documents | None, config: object,
 ) -> None:  # fmt: skip
-    if (reason := refusal(q, k, v, block_mask, arch_of(q.device))) is not None:
+    reason = refusal(q, k, v, block_mask, arch_of(q.device)) or scale_refusal(scale, program)
+    if reason is not None:
         raise NotImplementedError(reason)
     if block_mask is not None and tuple(window) != (-1, -1):
         raise ValueError(f"window is {tuple(window)} with a block mask; it may be given only without one")

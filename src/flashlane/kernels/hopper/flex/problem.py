@@ -16,6 +16,7 @@ from flashlane.flex.packed import Documents
 from flashlane.jit import tensormap
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.block_lists import UNIT
+from flashlane.kernels.params import SCALES
 
 MAX_HEAD_DIM = 256
 MAX_LENGTH = 1 << 22
@@ -103,6 +104,16 @@ def refusal(
     if k.shape[0] not in (1, q.shape[0]):
         return f"batch of q is {q.shape[0]} and of k {k.shape[0]}; it takes equal ones, or 1 for k"
     return None if block_mask is None else _mask_refusal(block_mask, q.shape, k.shape)
+
+
+def scale_refusal(scale: float, program: Program) -> str | None:
+    """Why the kernels cannot take a factor of the scores, or None.
+
+    Without a score function they take the maximum of a row's products before they multiply: it must stay the maximum.
+    """
+    if program.score is not None or SCALES[0] <= scale <= SCALES[1]:
+        return None
+    return f"scale is {scale:g}; without a score function it takes {SCALES[0]:g} to {SCALES[1]:g}"
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
