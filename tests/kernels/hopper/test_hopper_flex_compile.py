@@ -317,6 +317,10 @@ def test_refusals_name_what_was_given() -> None:
     wide = torch.empty(1, 256, 2, 256, dtype=torch.bfloat16, requires_grad=True)
     assert supports(q, q, q) is None and supports(wide.detach(), wide.detach(), wide.detach()) is None
     assert supports(wide, wide, wide) == "head_dim is 256; the backward takes up to 128"
+    many = torch.empty(1, 64, 4, 64, dtype=torch.bfloat16).expand(65536, -1, -1, -1)
+    assert supports(many, many, many) is None
+    many.requires_grad_()
+    assert supports(many, many, many) == "batch is 65536 with 4 heads; the backward takes up to 65535 of each"
     assert supports(q, q, q, arch="sm_80") == "architecture is sm_80; it takes sm_90a"
     assert re.match(r"dtypes are torch.float32, .*f16, bf16", supports(q.float(), q.float(), q.float()) or "")
     assert re.match(r"head_dim of v is 100; ", supports(q, q, q[..., :100]) or "")

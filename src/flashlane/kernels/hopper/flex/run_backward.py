@@ -12,6 +12,7 @@ import torch
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.flex.program import Arguments
 from flashlane.jit import launch, shared_limit
+from flashlane.jit.launch import MAX_GRID
 from flashlane.kernels.hopper.arch import ARCH, SECTION_BYTES
 from flashlane.kernels.hopper.backward import select
 from flashlane.kernels.hopper.backward.config import ONE_CTA_HEAD_DIM, GradientConfig
@@ -49,11 +50,13 @@ NARROW, ATOMICS = 64, 96
 
 
 def refusal(q: torch.Tensor, v: torch.Tensor) -> str | None:
-    """None when the backward takes the head dims of a call that the forward takes, else the reason in words."""
-    largest = max(q.shape[-1], v.shape[-1])
-    return (
-        None if largest <= ONE_CTA_HEAD_DIM else f"head_dim is {largest}; the backward takes up to {ONE_CTA_HEAD_DIM}"
-    )
+    """None when the backward takes a call of ``(b, s, h, d)`` that the forward takes, else the reason in words."""
+    (batch, _, heads, _), largest = q.shape, max(q.shape[-1], v.shape[-1])
+    if largest > ONE_CTA_HEAD_DIM:
+        return f"head_dim is {largest}; the backward takes up to {ONE_CTA_HEAD_DIM}"
+    if max(batch, heads) > MAX_GRID[1]:
+        return f"batch is {batch} with {heads} heads; the backward takes up to {MAX_GRID[1]} of each"
+    return None
 
 
 def tile_of(problem: AttentionProblem, long_steps: bool, is_linear: bool = False) -> OneCtaConfig:
