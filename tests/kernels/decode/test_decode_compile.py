@@ -154,6 +154,7 @@ def test_refusals_name_the_reason() -> None:
         ({"batch": 65536}, "65535"),
         ({"arch": "sm_75"}, "sm_75"),
         ({"scale": -1.0}, "scale"),
+        ({"varlen": True, "seqlen_q": 2**31 - 1}, "rows of a sequence share a KV head; it takes up to 1073741824"),
     ):
         reason = KERNEL.supports(replace(BASE, **change))
         assert reason is not None and words in reason, change

@@ -21,6 +21,8 @@ from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
 
 MAX_HEAD_DIM = 256
 MAX_BATCH = MAX_GRID[2]
+MAX_ROWS = 1 << 30
+"""Rows of a key/value head of a sequence, of packed ones of the longest, which tiles count in 32 bits."""
 MAX_GROUP = 1 << 15
 """The largest group of heads by which the kernel divides rows exactly in 32 bits."""
 ABLE = (*SCORE_FEATURES, *VARLEN, *CACHE, *PAGED)
@@ -54,7 +56,8 @@ class Decode(DeviceKernel):
             return f"batch is {problem.batch}; it takes up to {MAX_BATCH}"
         if problem.group > MAX_GROUP:
             return f"{problem.group} query heads share a KV head; it takes up to {MAX_GROUP}"
-        return None
+        rows = problem.rows_of_kv_head
+        return f"{rows} rows of a sequence share a KV head; it takes up to {MAX_ROWS}" if rows > MAX_ROWS else None
 
     def config(self, problem: AttentionProblem) -> DecodeConfig:
         found = config_for(problem)
