@@ -189,6 +189,18 @@ def test_a_captured_tensor_with_an_axis_that_kernels_cannot_count_is_refused(lau
         program.params(arguments)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_more_documents_than_a_backward_takes_are_lists_there(launches: Launches, grad: bool) -> None:
+    """The backward refused them, after the forward had run."""
+    q = torch.zeros(1, 1, 65536, 8, dtype=torch.bfloat16, requires_grad=grad)
+    mask = flashlane.create_block_mask(masks.documents(torch.arange(65537)), None, None, 65536, 65536, "cpu")
+    out = flashlane.flex_attention(q, q, q, None, mask)
+    assert bool(launches[-1][-1].lists.counts) == grad and bool(launches[-1][-1].seqlen.cu_seqlens_q) != grad
+    if grad:
+        launches.clear()
+        assert torch.autograd.grad(out.float().sum(), q)[0].shape == q.shape and launches
+
+
 def test_a_call_without_a_score_and_lists_runs_the_kernel_without_a_program(launches: Launches) -> None:
     q, k, v = (t.transpose(1, 2) for t in operands())
     program, arguments = bind(None, causal, q.device)

@@ -196,7 +196,10 @@ def _attend(
             block_mask = None  # torch made this mask of one block, in which every pair is visible
         window = windows.OPEN if block_mask is None else windows.NOTES.of(block_mask)
         documents = packed.NOTES.of(block_mask) if program.score is None and query.shape[0] == 1 else None
+        needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         if documents is not None and not documents.hold_for(arguments.tensors):
+            documents = None
+        if needs_backward and documents is not None and len(documents.offsets) - 1 > packed.MOST_WITH_GRADIENTS:
             documents = None
         kernels = None
         if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
@@ -209,7 +212,6 @@ def _attend(
         return by_torch()
     if block_mask is not None:
         block_mask = narrowed(block_mask)
-    needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     call = _Call(program, arguments.integers, block_mask, window, documents, scale, kernels, needs_backward)
     out, lse, largest = _Attention.apply(call, most, query, key, value, *arguments.tensors)
     if kernels is not None and query is given[0] and key is given[1] and value is given[2]:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from flashlane.flex.program import Arguments
 
 
+MOST_WITH_GRADIENTS = 65535
+"""Documents that a backward takes in the place of lists: so many sequences has a launch."""
+
+
 @dataclass(frozen=True, eq=False)
 class Documents:
     """Packed documents: a token sees its own document, with ``causal`` up to itself."""
