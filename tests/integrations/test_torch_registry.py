@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashlane
 from flashlane import flash_attn_func
+from flashlane.core.problem import AttentionProblem
 from flashlane.integrations import torch as registry
 
 aten = torch.ops.aten
@@ -61,6 +63,27 @@ def test_sdpa_and_its_gradients(layout: str, causal: bool) -> None:
     for mine, right, of in zip(found, torch.autograd.grad(want, (q, k, v), do), (q, k, v), strict=True):
         torch.testing.assert_close(mine, right)
         assert mine.stride() == torch.empty_like(of).stride()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "rows apart", "an address between vectors"])
+def test_outputs_whose_rows_start_anywhere_are_copied_to(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels store vectors: mma wrote to misaligned addresses, and the Hopper forward raised its own ValueError."""
+    written = []
+    forward = registry.dispatch.select(AttentionProblem(1, 2, 2, 10, 10, 16, 16, torch.float16, 1.0)).forward
+    kernel = SimpleNamespace(forward=lambda *call: written.append(call[2]) or forward(*call))
+    monkeypatch.setattr(registry, "dispatch", SimpleNamespace(select=lambda problem: kernel))
+    q, k, v = torch.randn(3, 10, 2, 16).half()
+    out = {
+        "contiguous": torch.zeros(10, 2, 16).half(),
+        "rows apart": torch.zeros(10, 2, 20).half()[..., :16],
+        "an address between vectors": torch.zeros(321).half()[1:].view(10, 2, 16),
+    }[kind]
+    lengths = packed(10), packed(10), 10, 10, 0.0, False, False
+    lse = registry._flash_attention_forward_no_dropout_inplace(out, q, k, v, *lengths)
+    want, want_lse = flash_attn_func(q[None], k[None], v[None], return_lse=True)
+    torch.testing.assert_close(out, want[0])
+    torch.testing.assert_close(lse, want_lse[0])
+    assert len(written) == (kind == "contiguous")
 
 
 def one_by_one(

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend
 from flashlane.api import functional
 from flashlane.core import dispatch
 from flashlane.core.problem import CallOptions, Inputs
-from flashlane.core.validate import whole_number
+from flashlane.core.validate import rows_aligned, whole_number
 from flashlane.integrations.flash_attn import lengths
 from flashlane.ops import call as ops
 from flashlane.ops import call_cache, schema
@@ -297,8 +297,11 @@ def _options(
 
 
 def _attend(inputs: Inputs, options: CallOptions, out: torch.Tensor | None) -> Forward:
-    """The output, written into ``out`` if that is given (with any strides), and the LSE."""
-    if out is None or is_watched(inputs):
+    """The output, written into ``out`` if that is given (with any strides), and the LSE.
+
+    Kernels write vectors of 16 bytes, on which the rows of ``out`` may not start.
+    """
+    if out is None or is_watched(inputs) or not rows_aligned(out):
         found, lse = ops.attend(inputs, **options._asdict())
         return found if out is None else out.copy_(found), lse
     problem = ops.problem_of(inputs, **options._asdict())
