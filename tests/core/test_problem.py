@@ -232,7 +232,9 @@ def test_a_longest_sequence_beyond_what_kernels_count_to_is_any() -> None:
     for longest in (2**31 - 1, 2**31, 2**32 + 3, 2**70):  # in 32 bits the second is negative, and the third 3
         problem = AttentionProblem.from_inputs(packed(max_seqlen_q=longest, max_seqlen_k=longest))
         lengths = SeqlenParams.of(problem)
-        assert lengths.seqlen_q == lengths.seqlen_k == 2**31 - 1
+        assert lengths.seqlen_q == lengths.seqlen_k == 2**31 - 2**12
+        # Triton's forward steps by all rows of all tiles over those after the last sequence, from 2^31 on backwards.
+        assert all(-(-lengths.seqlen_q // rows) * rows < 2**31 for rows in (16, 64, 128, 256))
 
 
 def test_a_side_past_every_key_is_open_to_a_kernel_or_as_far_as_all_rows_and_keys() -> None:

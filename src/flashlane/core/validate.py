@@ -313,7 +313,7 @@ def check_varlen(inputs: Inputs, contents: bool = True) -> tuple[int, int, int]:
         check_longest(f"max_seqlen_{side}", longest)
         if contents and cu.is_cpu and not holds_nothing(cu):
             _check_starts_of(inputs, side)
-        sizes.append((batch, longest if isinstance(longest, torch.SymInt) else min(longest, FARTHEST)))
+        sizes.append((batch, longest if isinstance(longest, torch.SymInt) else min(longest, MAX_SIZE)))
     if sizes[0][0] != sizes[1][0]:
         raise ValueError(f"cu_seqlens_q describes {sizes[0][0]} sequences and cu_seqlens_k {sizes[1][0]}")
     return sizes[0][0], sizes[0][1], sizes[1][1]
