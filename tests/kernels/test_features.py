@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashlane.core import dispatch, registry
-from flashlane.core.problem import FEATURES, AttentionProblem
+from flashlane.core.problem import FEATURES, AttentionProblem, Inputs
 from flashlane.kernels import features
 
 PLAIN = AttentionProblem(1, 2, 2, 8, 8, 16, 16, torch.float16, 0.25, arch="sm_80")
@@ -40,6 +40,32 @@ def test_the_other_reasons() -> None:
         "architecture is sm_80; it takes sm_90a"
     )
     assert "scale is 1e-40" in features.unsupported_features(replace(PLAIN, scale=1e-40), ("f16",))
+
+
+WIDE_V = ("mma(naive)", "mma(split-q+acc-f32+swizzle-qkv+stage1)", "decode(split-kv)", "triton", "hopper(wgmma+tma)")
+
+
+@pytest.mark.parametrize("tag", WIDE_V)
+def test_a_head_dim_that_is_too_large_is_named(tag: str) -> None:
+    """That of v alone was called head_dim, which the call's q and k do not have."""
+    problem = replace(PLAIN, head_dim=24, head_dim_v=1032, arch="sm_90a")
+    assert str(registry.get(tag).supports(problem)).startswith("head_dim of v is 1032; it takes up to ")
+    wide = replace(PLAIN, head_dim=1032, arch="sm_90a")
+    assert str(registry.get(tag).supports(wide)).startswith("head_dim is 1032; it takes up to ")
+
+
+@pytest.mark.parametrize(("tag", "direction"), [("hopper(wgmma+tma)", "get"), ("hopper", "get_backward")])
+def test_a_head_dim_that_16_bytes_do_not_divide_is_named(tag: str, direction: str) -> None:
+    """Rows of 60 elements may be contiguous and start on 16 bytes, which was said to be missing."""
+    room = torch.zeros(1, 8, 2, 64, dtype=torch.float16)
+    for at, inputs in {
+        "head_dim": Inputs(room[..., :60], room[..., :60], room),
+        "head_dim of v": Inputs(room, room, room[..., :60]),
+    }.items():
+        problem = AttentionProblem.from_inputs(inputs).on("sm_90a")
+        reason = f"{at} is 60; it takes multiples of 8, as {{}} copies rows by 16 bytes"
+        assert getattr(registry, direction)(tag).supports(problem) == reason.format("TMA")
+        assert registry.get("decode(split-kv)").supports(problem) == reason.format("cp.async")
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(1e6, 0.25), (3e38, 0.25), (1e-40, 0.25), (1e-10, 1e25)])

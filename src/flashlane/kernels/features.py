@@ -39,11 +39,34 @@ CACHE = of_group("cache")
 """Sequences that lie somewhere in a longer key/value cache."""
 PAGED = of_group("paged")
 """A key/value cache in pages."""
+ROW_ELEMENTS = 8
+"""Elements of a 16-bit type in the 16 bytes that are copied at once."""
 
 
 def is_cached(problem: AttentionProblem) -> bool:
     """Whether k and v of a problem are a key/value cache: its sequences lie somewhere in it, or it has pages."""
     return any(getattr(problem, name) for name in (*CACHE, *PAGED))
+
+
+def head_dim_refusal(problem: AttentionProblem, most: int, most_v: int | None = None) -> str | None:
+    """Why a kernel of head dims up to so many cannot run a problem, or None; ``most_v`` is of v where it differs."""
+    if problem.head_dim > most:
+        return f"head_dim is {problem.head_dim}; it takes up to {most}"
+    most_v = most if most_v is None else most_v
+    return f"head_dim of v is {problem.head_dim_v}; it takes up to {most_v}" if problem.head_dim_v > most_v else None
+
+
+def rows_refusal(problem: AttentionProblem, copied_by: str) -> str:
+    """Why a kernel of 16-bit types, which copies rows by 16 bytes, cannot copy those of a problem.
+
+    Args:
+        problem: one whose rows are not aligned, or have another head dim than multiples of 16 bytes.
+        copied_by: what copies the rows.
+    """
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim of v", problem.head_dim_v)):
+        if dim % ROW_ELEMENTS:
+            return f"{name} is {dim}; it takes multiples of {ROW_ELEMENTS}, as {copied_by} copies rows by 16 bytes"
+    return f"rows of q, k and v must be contiguous and start on 16 bytes, as {copied_by} copies them"
 
 
 def unsupported_features(

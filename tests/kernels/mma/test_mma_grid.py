@@ -112,7 +112,7 @@ def test_bf16_takes_f32_sums_only_and_says_so() -> None:
     [
         ({}, None),
         ({"head_dim": 136}, "head_dim is 136; it takes up to 128"),
-        ({"head_dim_v": 144}, "head_dim is 144; it takes up to 128"),
+        ({"head_dim_v": 144}, "head_dim of v is 144; it takes up to 128"),
         ({"batch": 65536}, "batch is 65536 and heads 2; it takes up to 65535 of each"),
         ({"heads": 65536, "kv_heads": 65536}, "batch is 1 and heads 65536; it takes up to 65535 of each"),
     ],

@@ -153,7 +153,7 @@ def problem_of(**changes: object) -> AttentionProblem:
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KERNEL.supports(problem_of()) is None
     assert "dtype is f64" in KERNEL.supports(problem_of(dtype=torch.float64))
-    assert "head_dim is 513; it takes up to 512" in KERNEL.supports(problem_of(head_dim_v=513))
+    assert "head_dim of v is 513; it takes up to 512" in KERNEL.supports(problem_of(head_dim_v=513))
     assert "architecture is sm_75" in KERNEL.supports(problem_of(arch="sm_75"))
     assert "scale is 3e+38" in KERNEL.supports(problem_of(scale=3e38))
     assert KERNEL.supports(problem_of(softcap=1e30)) is None
@@ -176,8 +176,8 @@ def test_both_directions_refuse_a_problem_in_the_same_words() -> None:
     for message, changes in cases.items():
         assert KERNEL.supports(problem_of(**changes)) == supports_backward(problem_of(**changes)) == message
     wide = problem_of(head_dim_v=513)
-    assert KERNEL.supports(wide) == "head_dim is 513; it takes up to 512"
-    assert supports_backward(wide) == "head_dim is 513; it takes up to 256"
+    assert KERNEL.supports(wide) == "head_dim of v is 513; it takes up to 512"
+    assert supports_backward(wide) == "head_dim of v is 513; it takes up to 256"
     assert supports_backward(problem_of(scale=3e38)) is None and supports_backward(problem_of(arch="sm_100")) is None
 
 

@@ -122,8 +122,9 @@ def make_problem(
     if dtype not in DTYPE_NAMES:
         raise TypeError(f"dtype is {dtype!r}; it may be one of {', '.join(map(str, DTYPE_NAMES))}")
     causal = check_flag("causal", causal)
-    if max(head_dim, dim_v) > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {max(head_dim, dim_v)}; it may be 1 to {MAX_HEAD_DIM}")
+    for name, dim in (("head_dim", head_dim), ("head_dim_v", dim_v)):
+        if dim > MAX_HEAD_DIM:
+            raise ValueError(f"{name} is {dim}; it may be 1 to {MAX_HEAD_DIM}")
     if heads % kv_heads:
         raise ValueError(f"kv_heads is {kv_heads}, which does not divide heads {heads}; heads must be a multiple of it")
     if alignment not in ALIGNMENTS:

@@ -16,7 +16,7 @@ from flashlane.jit.launch import MAX_GRID
 from flashlane.kernels.decode.config import DecodeConfig
 from flashlane.kernels.decode.launch import launch_attention, repeated_attention, source_of
 from flashlane.kernels.decode.select import compared_configs, config_for, predicted_time
-from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
+from flashlane.kernels.features import CACHE, PAGED, VARLEN, head_dim_refusal, rows_refusal, unsupported_features
 from flashlane.kernels.score import SCORE_EXAMPLES, SCORE_FEATURES
 
 MAX_HEAD_DIM = 256
@@ -42,13 +42,11 @@ class Decode(DeviceKernel):
         return DECODE if problem.rows_of_kv_head <= FEW_ROWS else float(self.priority)
 
     def supports(self, problem: AttentionProblem) -> str | None:
-        reason = unsupported_features(problem, ("f16", "bf16"), ABLE)
+        reason = unsupported_features(problem, ("f16", "bf16"), ABLE) or head_dim_refusal(problem, MAX_HEAD_DIM)
         if reason:
             return reason
-        if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-            return f"head_dim is {max(problem.head_dim, problem.head_dim_v)}; it takes up to {MAX_HEAD_DIM}"
         if not problem.aligned:
-            return "rows of q, k or v are not contiguous or do not start on 16 bytes"
+            return rows_refusal(problem, "cp.async")
         config = config_for(problem)
         if config is None:
             return f"no tile shape fits the {jit.shared_limit(problem.arch)} bytes of shared memory of {problem.arch}"

@@ -15,7 +15,7 @@ from flashlane.core.registry import DeviceKernel, Repeat, memoised, register
 from flashlane.jit import KernelSource
 from flashlane.jit.launch import Dim3
 from flashlane.kernels.device_file import device_code
-from flashlane.kernels.features import unsupported_features
+from flashlane.kernels.features import head_dim_refusal, unsupported_features
 from flashlane.kernels.mma import cost
 from flashlane.kernels.mma import tiles as shapes
 from flashlane.kernels.mma.config import MmaConfig
@@ -67,10 +67,9 @@ class MmaAttention(DeviceKernel):
     def supports(self, problem: AttentionProblem) -> str | None:
         variant = self.variant
         reason = unsupported_features(problem, ("f16", "bf16") if variant.precision == "f32/f32" else ("f16",))
+        reason = reason or head_dim_refusal(problem, variant.max_head_dim)
         if reason:
             return reason
-        if max(problem.head_dim, problem.head_dim_v) > variant.max_head_dim:
-            return f"head_dim is {max(problem.head_dim, problem.head_dim_v)}; it takes up to {variant.max_head_dim}"
         if next(variant.configs(problem), None) is None:
             return f"no tile shape fits the {jit.shared_limit(problem.arch)} bytes of shared memory of {problem.arch}"
         return None

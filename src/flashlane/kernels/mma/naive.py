@@ -14,7 +14,7 @@ from flashlane.core.registry import DeviceKernel, Resources, register
 from flashlane.jit import KernelSource
 from flashlane.jit.launch import MAX_GRID
 from flashlane.kernels.device_file import device_code
-from flashlane.kernels.features import unsupported_features
+from flashlane.kernels.features import head_dim_refusal, unsupported_features
 from flashlane.kernels.params import attention_params, check_outputs
 from flashlane.kernels.tile_layout import TileLayout
 
@@ -51,8 +51,7 @@ class MmaNaive(DeviceKernel):
             return reason
         if max(problem.heads, problem.batch) > MAX_GRID[1]:
             return f"batch is {problem.batch} and heads {problem.heads}; it takes up to {MAX_GRID[1]} of each"
-        largest = max(problem.head_dim, problem.head_dim_v)
-        return f"head_dim is {largest}; it takes up to {MAX_HEAD_DIM}" if largest > MAX_HEAD_DIM else None
+        return head_dim_refusal(problem, MAX_HEAD_DIM)
 
     def config(self, problem: AttentionProblem) -> NaiveConfig:
         return NaiveConfig(problem.dtype_name, -(-max(problem.head_dim, problem.head_dim_v) // 16) * 16)

@@ -15,6 +15,7 @@ from flashlane.core import tuned
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.core.registry import TunableKernel, memoised, register
 from flashlane.jit.toolchain import architecture_number
+from flashlane.kernels.features import head_dim_refusal
 from flashlane.kernels.params import LOG2_E, SCALES
 from flashlane.kernels.score import cap_refusal
 from flashlane.kernels.triton import cost
@@ -61,10 +62,7 @@ def triton_refusal(problem: AttentionProblem, dtypes: tuple[str, ...], max_head_
         return "dtype is bf16; Triton's interpreter computes its products wrongly, it takes f16 or f32 there"
     if problem.arch is not None and architecture_number(problem.arch) < MIN_CAPABILITY:
         return f"architecture is {problem.arch}; Triton takes sm_{MIN_CAPABILITY} or later"
-    largest = max(problem.head_dim, problem.head_dim_v)
-    if largest > max_head_dim:
-        return f"head_dim is {largest}; it takes up to {max_head_dim}"
-    return cap_refusal(problem, SCALES[1])
+    return head_dim_refusal(problem, max_head_dim) or cap_refusal(problem, SCALES[1])
 
 
 class TritonAttention(TunableKernel):

@@ -27,7 +27,7 @@ from flashlane.core.registry import (
 )
 from flashlane.core.validate import check_results
 from flashlane.jit import KernelSource, launch
-from flashlane.kernels.features import VARLEN, unsupported_features
+from flashlane.kernels.features import VARLEN, head_dim_refusal, rows_refusal, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH, SMS
 from flashlane.kernels.hopper.backward import select
 from flashlane.kernels.hopper.backward.config import MAX_HEAD_DIM, GradientConfig
@@ -49,13 +49,11 @@ MAX_GRID_Y = 65535
 def supports(problem: AttentionProblem) -> str | None:
     """None when :func:`hopper_backward` can run a problem, else the reason in words."""
     reason = unsupported_features(problem, ("f16", "bf16"), (*SCORE_FEATURES, *VARLEN), (ARCH,))
+    reason = reason or head_dim_refusal(problem, MAX_HEAD_DIM)
     if reason:
         return reason
-    largest = max(problem.head_dim, problem.head_dim_v)
-    if largest > MAX_HEAD_DIM:
-        return f"head_dim is {largest}; it takes up to {MAX_HEAD_DIM}"
     if not problem.aligned or problem.head_dim % 8 or problem.head_dim_v % 8:
-        return "rows of q, k and v must be contiguous and start on 16 bytes, as TMA copies them"
+        return rows_refusal(problem, "TMA")
     if max(problem.seqlen_q, problem.seqlen_k) > MAX_LENGTH:
         return f"lengths are {problem.seqlen_q} and {problem.seqlen_k}; it takes up to {MAX_LENGTH}"
     if max(problem.heads, problem.batch) > MAX_GRID_Y:

@@ -14,7 +14,7 @@ from flashlane.core.arch import ELEMENTS
 from flashlane.core.problem import MAX_SPLITS, AttentionProblem, Inputs
 from flashlane.core.registry import BEFORE_DECODE, DeviceKernel, Repeat, memoised, register
 from flashlane.jit import KernelSource, launch, tensormap
-from flashlane.kernels.features import CACHE, PAGED, VARLEN, unsupported_features
+from flashlane.kernels.features import CACHE, PAGED, VARLEN, head_dim_refusal, rows_refusal, unsupported_features
 from flashlane.kernels.hopper.arch import ARCH
 from flashlane.kernels.hopper.forward import select, tile_scheduler, tiles
 from flashlane.kernels.hopper.forward.config import CONSUMER_ROWS, MAX_COLUMNS_V, HopperConfig, columns_of
@@ -63,14 +63,11 @@ class HopperForward(DeviceKernel):
 
     def supports(self, problem: AttentionProblem) -> str | None:
         reason = unsupported_features(problem, ELEMENTS, ABLE, self.architectures)
+        reason = reason or head_dim_refusal(problem, MAX_HEAD_DIM, MAX_HEAD_DIM_V)
         if reason:
             return reason
-        if problem.head_dim > MAX_HEAD_DIM:
-            return f"head_dim is {problem.head_dim}; it takes up to {MAX_HEAD_DIM}"
-        if problem.head_dim_v > MAX_HEAD_DIM_V:
-            return f"head_dim of v is {problem.head_dim_v}; it takes up to {MAX_HEAD_DIM_V}"
         if not problem.aligned or problem.head_dim % 8 or problem.head_dim_v % 8:
-            return "rows of q, k and v must be contiguous and start on 16 bytes, as TMA copies them"
+            return rows_refusal(problem, "TMA")
         if max(problem.rows_of_kv_head, problem.seqlen_k) > MAX_LENGTH:
             return f"lengths are {problem.seqlen_q} and {problem.seqlen_k}; it takes up to {MAX_LENGTH}"
         tiles = _most_tiles(problem)
