@@ -54,6 +54,15 @@ def test_every_mask_is_drawn_in_80_columns(name: str) -> None:
     assert rc == 0 and f"{name} " in listed and max(map(len, listed.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+def test_a_tree_of_few_tokens_has_fewer_segments(tokens: int) -> None:
+    """Its parents were those of six segments, which the message took for the user's."""
+    rc, said = run("prefix-tree", "--N", str(tokens), "--show")
+    assert rc == 0 and f"{tokens} tokens in blocks" in said, said
+    dense = mask_view.dense(mask_of("prefix-tree", Parameters(tokens)), tokens)
+    assert dense.diagonal().all() and dense[:, 0].all() and not dense.triu(1).any()
+
+
 def test_shades_are_shares_of_visible_pairs() -> None:
     pairs = torch.zeros(144, 144, dtype=torch.bool)
     pairs[:72, :72], pairs[0, 80] = True, True
@@ -91,6 +100,8 @@ WRONG = {
     "--window is 3,9; for each axis of grid 8,8 it has a number": ["neighbourhood-2d", "--window", "3,9"],
     "--grid is -8,-8; its numbers must be at least 1": ["neighbourhood-2d", "--grid=-8,-8"],
     "parents and lengths go together": ["prefix-tree", "--parents=-1,0"],
+    "--N is 5002; a picture may have 1 to 4096": ["--N", "5002", "--png", "x.png"],
+    "--N is 7; block diffusion has each token twice": ["--N", "7", "--png", "x.png"],
 }
 
 

@@ -91,7 +91,8 @@ def mask_command(
             raise ValueError("NAME is missing; without it --N, --png and --block-size are all there is to say")
         if png is None and (tokens, block_size) != (TOKENS, BLOCK_SIZE):
             raise ValueError("NAME and --png are missing; --N and --block-size are of what is drawn")
-        _list_all(tokens, png, block_size)
+        with _options_named():
+            _list_all(tokens, png, block_size)
         return
     with _options_named():
         mask = mask_of(name, parameters)

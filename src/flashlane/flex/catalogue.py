@@ -128,7 +128,8 @@ def _prefix_tree(p: Parameters) -> Mask:
 
     if (p.parents is None) != (p.lengths is None):
         raise ValueError("parents and lengths go together: a tree's segments have both")
-    parents, lengths = p.parents or (-1, 0, 1, 1, 0, 4), p.lengths or _shares(p.tokens, (3, 2, 3, 3, 2, 3))
+    lengths = p.lengths or _shares(p.tokens, (3, 2, 3, 3, 2, 3))
+    parents = p.parents or (-1, 0, 1, 1, 0, 4)[: len(lengths)]  # few tokens have the first segments, a tree as well
     if sum(lengths) != p.tokens:
         raise ValueError(f"lengths is {lengths}; their sum must be {p.tokens}")
     return masks.prefix_tree(parents, lengths)
