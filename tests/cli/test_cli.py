@@ -58,7 +58,7 @@ def test_layouts_on_the_command_line(invoke, tmp_path):
     [
         (("--layout", "sideways"), "--layout has 'sideways'"),
         (("--page", "16"), "--page is '16' and --layout 'dense'"),
-        (("--layout", "paged", "--page", "7"), "page is 7; with layout 'paged' it must divide seqlen_k 48"),
+        (("--layout", "paged", "--page", "7"), "--page is 7; with --layout 'paged' it must divide --seqlen-k 48"),
         (("--window", "left"), "--window is 'left'"),
         (("--Dv", "0"), "--Dv has 0"),
         (("--layout", "cache", "--backward"), "--layout cache and paged have no backward pass"),
@@ -152,7 +152,7 @@ def test_wrong_kernel_ends_with_status_1(invoke, tmp_path):
         (["--N", "8:4:x2"], "--N is '8:4:x2'"),
         (["--D", "2000"], "--D has 2000"),
         (["--H", "0"], "--H has 0"),
-        (["--kv-heads", "3"], "kv_heads is 3"),
+        (["--kv-heads", "3"], "--kv-heads is 3, which does not divide --H 2; --H must be a multiple of it"),
         (["--dtype", "int8"], "--dtype has 'int8'"),
         (["--alignment", "left"], "--alignment is 'left'"),
         (["--flops", "peak"], "--flops has 'peak'"),

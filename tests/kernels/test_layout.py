@@ -373,7 +373,7 @@ def test_png_without_matplotlib(tmp_path, monkeypatch):
     [
         (("--columns", 60), "columns is 60"),
         (("--columns", 0), "columns is 0"),
-        (("--rows", 12), "rows is 12"),
+        (("--rows", 12), "error: --rows is 12"),
         (("--rows", 0), "rows is 0"),
         (("--D", 64), "--D goes with --tag"),
         (("--tag", "mma(split-q+stage1)", "--columns", 64), "--columns goes without --tag"),

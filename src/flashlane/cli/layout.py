@@ -91,7 +91,7 @@ def layout_command(
         raise ValueError(f"--rows is {rows}; of {width} columns it may be 1 to {most}, which shared memory can hold")
     if tag is None:
         o.refuse(of_kernel, "goes with --tag; the width of a tile is --columns")
-        with o.named("--columns", "columns"), o.named("--threads", "threads"):
+        with o.named("--columns", "columns"), o.named("--rows", "rows"), o.named("--threads", "threads"):
             tiles = free_tiles(
                 width,
                 rows,

@@ -195,6 +195,11 @@ def problems(
     ]
 
 
+OPTIONS = {"heads": "--H", "kv_heads": "--kv-heads", "seqlen_k": "--seqlen-k", "page": "--page", "layout": "--layout"}
+"""What the command line calls sizes that may not go together."""
+OPTIONS_READ = re.compile(rf"\b({'|'.join(OPTIONS)})\b(?= (is|'paged'|\d|must))")
+
+
 @dataclass(frozen=True)
 class Grid:
     """The axes of a grid of problems; None takes the value of the shapes, or (of keys and values) of the queries."""
@@ -218,7 +223,16 @@ class Grid:
         """The problems of every combination, for an architecture.
 
         If no size is given, the sizes are ``shapes``. If some are given, the others are those of the first shape.
+
+        Raises:
+            ValueError: sizes do not go together; the message names the options that gave them.
         """
+        try:
+            return self._problems(arch, shapes)
+        except ValueError as error:
+            raise ValueError(OPTIONS_READ.sub(lambda found: OPTIONS[found[0]], str(error))) from None
+
+    def _problems(self, arch: str | None, shapes: Sequence[tuple[int, int, int, int]]) -> list[AttentionProblem]:
         given = (self.batch, self.heads, self.seqlen, self.head_dim)
         if any(given):
             given = tuple(sizes or (default,) for sizes, default in zip(given, shapes[0], strict=True))
