@@ -166,7 +166,12 @@ def test_results_files_are_read_back(tmp_path):
     path, _ = results.write(tmp_path, "x")
     again = load_results(path)
     assert again.rows == results.rows and again.skipped == results.skipped and again.to_csv() == results.to_csv()
+    torn, mistimed = json.loads(path.read_text()), json.loads(path.read_text())
+    torn["rows"][0]["speedup"] = "1.5"  # as a spreadsheet may write it: the report compared it, and named no file
+    mistimed["rows"][0]["timing"]["median"] = "fast"
     for text, message in (
+        (json.dumps(torn), r"x\.json is damaged: TypeError speedup is '1\.5'; it must be a number"),
+        (json.dumps(mistimed), r"x\.json is damaged: TypeError median is 'fast'; it must be a number"),
         ("{}", "not a results file"),
         ("{", "not valid JSON"),
         ('{"format": "flashlane-bench/1"}', "damaged"),

@@ -246,6 +246,8 @@ def results_of(body: Any, path: str) -> Results:
 
 OLD_NAMES = {"tflops_founding": "tflops_all"}
 """Earlier names of fields in files of earlier versions, in which a peer's kind is ``baseline``."""
+NUMBERS = ("float", "float | None", "int", "int | None")
+"""Types of fields that are numbers, as dataclasses keep them."""
 _PARTS = {"timing": Timing, "usage": Usage, "verdict": Verdict, "memory": Memory}
 
 
@@ -262,10 +264,17 @@ def _row_of(row: dict[str, Any]) -> Row:
 
 
 def _from_fields(kind: type, fields: dict[str, Any] | None) -> Any:
-    """A dataclass from a mapping; lists become tuples, and fields of later versions are ignored."""
+    """A dataclass from a mapping; lists become tuples, and fields of later versions are ignored.
+
+    Raises:
+        TypeError: a number is something else; None stands for those that JSON cannot express.
+    """
     if fields is None:
         return None
     names = kind.__dataclass_fields__
+    for name, value in fields.items():
+        if name in names and names[name].type in NUMBERS and not (value is None or isinstance(value, int | float)):
+            raise TypeError(f"{name} is {value!r}; it must be a number")
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items() if k in names})
 
 
