@@ -60,6 +60,26 @@ def test_a_file_is_not_written_over_another_that_the_command_has(files: Path, in
     assert {path: path.read_bytes() for path in files.iterdir()} == before
 
 
+WRITES = {
+    "mask": ("mask", "causal", "--json"),
+    "layout": ("layout", "--json"),
+    "regress": ("regress", "a.json", "b.json", "--json"),
+    "report": ("report", "none.json", "--out"),
+}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device here that is always full")
+@pytest.mark.parametrize("command", WRITES)
+def test_help_and_pages_say_the_statuses_of_files(files: Path, invoke, command: str) -> None:
+    """They said 3 of every file that cannot be written, or 2 of it."""
+    Path("none.json").write_text(json.dumps(RESULTS | {"rows": []}), encoding="utf-8")
+    full, nowhere = (invoke(*WRITES[command], name) for name in ("/dev/full", "/dev/null/x"))
+    assert full.exit_code == 3 and nowhere.exit_code == 2, (full.output, nowhere.output)
+    assert "3 there is no room for " in " ".join(invoke(command, "--help").output.split())
+    regress = (Path(__file__).parents[2] / "docs" / "regress.md").read_text(encoding="utf-8")
+    assert "| 3 | there is no room for an output |" in regress and "an output's path cannot be written |" in regress
+
+
 def test_devices_may_be_named_twice(files: Path, invoke) -> None:
     done = invoke("regress", "a.json", "b.json", "--json", os.devnull, "--junit", os.devnull)
     assert done.exit_code == 0, done.stderr

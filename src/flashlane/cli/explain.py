@@ -35,8 +35,9 @@ def explain_command(
 ) -> None:
     """Say which kernel would run for given sizes, and why each other one would not; with --backward, gradients' too.
 
-    Kernels are grouped by the reason; --show-all gives each a line. What can run and does not is ranked lower: by the
-    time that a model predicts for it, where there is one, else by the order in which kernels are preferred.
+    Kernels are grouped by the reason; --show-all gives each a line. What can run and does not is ranked lower, by the
+    order in which kernels are preferred: one family to another, whatever their times. Next to it is the time that a
+    model predicts for it, where there is one, else its place.
 
     Exit status: 0 a kernel runs it, 2 bad input or none does.
 

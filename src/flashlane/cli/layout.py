@@ -66,7 +66,7 @@ def layout_command(
     A grid of chunks of 8 elements at their logical places, coloured by the banks that hold them, with the physical
     column in each cell; then the passes of every read and write that the kernels do.
 
-    Exit status: 0 done, 2 bad input, 3 a file cannot be written.
+    Exit status: 0 done, 2 bad input, 3 there is no room for a file.
 
     Examples:
 

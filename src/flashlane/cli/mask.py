@@ -66,7 +66,7 @@ def mask_command(
 
     Rows are queries, columns keys; what is drawn is visible. Each mask is a function of flashlane.flex.masks.
 
-    Exit status: 0 done, 2 bad input, 3 a file cannot be written.
+    Exit status: 0 done, 2 bad input, 3 there is no room for a file.
 
     Examples:
 

@@ -67,7 +67,7 @@ def plot_command(
     A picture for each file and kind, <file>-<kind>.png, replaced at once. Needs no GPU; needs matplotlib. Rates that
     the run itself measured (--ceilings of bench and sweep) are drawn in.
 
-    Exit status: 0 done, 2 bad input or no matplotlib, 3 a picture cannot be written.
+    Exit status: 0 done, 2 bad input or no matplotlib, 3 there is no room for a picture.
 
     Examples:
 

@@ -50,7 +50,7 @@ def regress_command(
     kernel that was timed and now fails its check or raises is "broken" and fails. Peers are compared and shown, but
     never fail.
 
-    Exit status: 0 no kernel got slower, 1 one did or is broken, 2 bad input, 3 a file cannot be written.
+    Exit status: 0 no kernel got slower, 1 one did or is broken, 2 bad input, 3 there is no room for a file.
 
     Examples:
 

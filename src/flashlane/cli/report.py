@@ -27,7 +27,7 @@ def report_command(
     likes. Rates and the roofline are in it where the run measured them (--ceilings of bench and sweep). Without
     matplotlib the page says that its pictures are missing.
 
-    Exit status: 0 done, 2 bad input, 3 the page cannot be written.
+    Exit status: 0 done, 2 bad input, 3 there is no room for the page.
 
     Examples:
 
