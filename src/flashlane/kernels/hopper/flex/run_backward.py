@@ -50,13 +50,13 @@ NARROW, ATOMICS = 64, 96
 
 
 def refusal(q: torch.Tensor, v: torch.Tensor) -> str | None:
+    """None when the backward takes a call of ``(b, s, h, d)`` that the forward takes, else the reason in words."""
     for name, t in (("q", q), ("v", v)):
         if t.shape[-1] > ONE_CTA_HEAD_DIM:
             return f"head_dim of {name} is {t.shape[-1]}; the backward takes up to {ONE_CTA_HEAD_DIM}"
     batch, _, heads, _ = q.shape
     if max(batch, heads) > MAX_GRID[1]:
         return f"batch is {batch} with {heads} heads; the backward takes up to {MAX_GRID[1]} of each"
-    return None
     return None
 
 
