@@ -16,7 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from flashlane.bench.measure.environment import child_environment
-from flashlane.cli import complete
+from flashlane.cli import complete, entry
 from flashlane.cli.main import app
 
 COMMAND = [sys.executable, "-m", "flashlane"]
@@ -112,6 +112,22 @@ def test_what_the_parser_refuses_is_a_line_and_a_hint(words, message, asked):
     first, hint = done.stderr.splitlines()
     assert done.returncode == 2 and re.fullmatch(message, first, re.IGNORECASE), done.stderr
     assert hint.endswith(f"{asked} --help says what there is") and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("'x' is not a valid integer.", "a whole number"),  # typer 0.26
+        ("'x' is not a valid int.", "a whole number"),  # 0.27
+        ("Input should be a valid integer, unable to parse string as an integer", "a whole number"),  # 0.29
+        ("'x' is not a valid float.", "a number"),
+        ("Input should be a valid number, unable to parse string as a number", "a number"),
+    ],
+)
+def test_the_parsers_words_are_understood_of_every_version_of_typer(said, wanted, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["flashlane", "bench", "--iters", "x"])
+    found = entry._of_value(f"Invalid value for '--iters' / '--rounds': {said}")
+    assert found == f"--iters is 'x'; it may be {wanted}"
 
 
 def test_without_words_the_help_is_shown():

@@ -121,13 +121,14 @@ def _misused(error: Any) -> int:
     return int(error.exit_code)
 
 
-WANTED = {"valid integer": "a whole number", "valid number": "a number"}
-"""What an option may be, by words of the parser's message."""
+WANTED = {"integer": "a whole number", "int": "a whole number", "number": "a number", "float": "a number"}
+"""What an option may be, by the type in the parser's message, whose names differ between versions of typer."""
 
 
 def _of_value(message: str) -> str:
     """What an option was given and what it may be, where a number was not one; the parser's own text has neither."""
-    wanted = next((what for words, what in WANTED.items() if words in message), "")
+    kind = re.search(r"\bvalid (\w+)", message)
+    wanted = WANTED.get(kind[1], "") if kind else ""
     options = re.findall(r"'(-[^']*)'", message)
     for place, word in enumerate(sys.argv if wanted else ()):
         option, equals, value = word.partition("=")
