@@ -6,9 +6,11 @@ import importlib.metadata
 import importlib.util
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu_fakes
 import pytest
@@ -128,6 +130,40 @@ def test_nothing_installed(monkeypatch, tmp_path):
     check_prices(report)
     assert not report.can_compile and not report.can_launch
     assert "kernels do not compile" in report.verdict
+
+
+def test_what_is_older_than_the_package_allows_is_said(monkeypatch):
+    old = {"torch": "2.9.1+cu128", "numpy": "1.25.2", "triton": "3.5.1", "transformers": "4.57.0", "pandas": "3.1.1"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: old.get(name, "99.0"))
+    for package in (*doctor._PACKAGES, *doctor._EXTRAS):
+        found = package.examine()
+        older = package.distribution in old and package.distribution != "pandas"
+        assert found.status == ("degraded" if older else "ok"), found
+        assert not older or f'"{package.distribution}>=' in found.remedy
+    found = doctor._torch_finding(SimpleNamespace(__version__=old["torch"]))
+    assert (found.status, found.found, found.remedy) == ("degraded", "2.9.1+cu128", 'pip install "torch>=2.10"')
+
+
+def test_the_oldest_versions_are_those_of_the_package():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    for name, oldest in doctor.OLDEST.items():
+        assert re.search(rf'"{name}>={re.escape(oldest)}[";,]', text), name
+
+
+def test_a_compiler_that_is_too_old_compiles_nothing(monkeypatch):
+    """It was ok, and "Kernels compile here"."""
+    import cuda.bindings.nvrtc as bindings
+
+    monkeypatch.setattr(bindings, "nvrtcVersion", lambda: (0, 12, 8))
+    caches = toolchain.nvrtc, toolchain.supported_architectures, toolchain.compiler_version
+    for each in caches:
+        each.cache_clear()
+    try:
+        found = doctor._nvrtc()
+    finally:
+        for each in caches:
+            each.cache_clear()
+    assert found.status == "missing" and found.cost == "12.8 is too old, no kernel compiles"
 
 
 def test_a_look_that_fails_is_a_finding(monkeypatch):

@@ -213,6 +213,31 @@ def test_missing_compiler_or_headers_say_how_to_install(monkeypatch, tmp_path):
         toolchain.nvrtc.cache_clear()
 
 
+def test_a_compiler_that_is_too_old_is_named(monkeypatch):
+    """The bindings of CUDA 12 load NVRTC 12 beside an installed 13; it said that it did not know an option."""
+    import cuda.bindings.nvrtc as bindings
+
+    for version, fails in (((12, 8), True), ((12, 9), False), ((13, 0), False)):
+        monkeypatch.setattr(bindings, "nvrtcVersion", lambda version=version: (0, *version))
+        toolchain.nvrtc.cache_clear()
+        try:
+            if fails:
+                with pytest.raises(toolchain.OldCompilerError, match=r"NVRTC is 12\.8; .* needs 12\.9 or newer.*13"):
+                    toolchain.nvrtc()
+            else:
+                assert toolchain.nvrtc() is bindings
+        finally:
+            toolchain.nvrtc.cache_clear()
+
+
+def test_the_compilers_version_is_that_of_the_wheel_that_is_loaded(monkeypatch):
+    versions = {"nvidia-cuda-nvrtc": "13.0.88", "nvidia-cuda-nvrtc-cu12": "12.9.86"}
+    monkeypatch.setattr(toolchain.importlib.metadata, "version", versions.__getitem__)
+    for loaded, expected in (((13, 0), "13.0 (13.0.88)"), ((12, 9), "12.9 (12.9.86)")):
+        monkeypatch.setattr(toolchain, "call", lambda _, loaded=loaded: loaded)
+        assert toolchain.compiler_version.__wrapped__() == expected
+
+
 @disassembly.needs_disassembler
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_instruction_counts(arch):

@@ -33,6 +33,17 @@ Status = Literal["ok", "degraded", "missing", "optional"]
 """``optional``: it is missing, and nothing is lost. For the run of a kernel, ``missing`` means a wrong result."""
 
 OLDEST_PYTHON = (3, 10)
+OLDEST = {
+    "torch": "2.10",
+    "numpy": "1.26",
+    "triton": "3.6",
+    "cuda-bindings": "12.9",
+    "matplotlib": "3.8",
+    "pandas": "2.0",
+    "transformers": "5.0",
+    "safetensors": "0.5",
+}
+"""The oldest versions that pyproject.toml allows. pip refuses others only where flashlane itself is installed by it."""
 OLDEST_CAPABILITY = (8, 0)
 NVRTC_EXTRA = 'pip install "flashlane[nvrtc]"'
 CUDA_TORCH = "install torch for CUDA 13 (pytorch.org, Get started)"
@@ -125,7 +136,9 @@ class _Package:
         if version is None and not _importable(self.module):
             status: Status = "optional" if self.optional else "missing"
             return Finding(self.group, self.distribution, status, cost=self.cost, remedy=self.remedy)
-        return Finding(self.group, self.distribution, "ok", version or "found, version unknown")
+        return _old(self.group, self.distribution, version) or Finding(
+            self.group, self.distribution, "ok", version or "found, version unknown"
+        )
 
 
 _PACKAGES = (
@@ -292,11 +305,24 @@ def _torch() -> Any:
     return torch
 
 
+def _old(group: str, distribution: str, version: str | None) -> Finding | None:
+    """What is said of a package that is older than flashlane allows; None of others."""
+    oldest = OLDEST.get(distribution)
+    if oldest is None or version is None or _numbers(version) >= _numbers(oldest):
+        return None
+    cost = f"older than flashlane needs: nothing is tested with it, or {distribution} is not used"
+    return Finding(group, distribution, "degraded", version, cost, f'pip install "{distribution}>={oldest}"')
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in re.findall(r"\d+", version)[:2])
+
+
 def _torch_finding(torch: Any) -> Finding:
     if torch is None:
         broken = "it is installed but does not import" if _importable("torch") else ""
         return Finding("python", "torch", "missing", broken, "flashlane does not work at all", "pip install torch")
-    return Finding("python", "torch", "ok", torch.__version__)
+    return _old("python", "torch", torch.__version__) or Finding("python", "torch", "ok", torch.__version__)
 
 
 def _torch_cuda(torch: Any) -> Finding:
@@ -313,6 +339,9 @@ def _nvrtc() -> Finding:
     try:
         architectures = [arch for arch in toolchain.supported_architectures() if arch[-1].isdigit()]
         found = f"{toolchain.compiler_version()}: {', '.join(architectures)}"
+    except toolchain.OldCompilerError as error:
+        cost = f"{error.version} is too old, no kernel compiles"
+        return Finding("compiler", "NVRTC", "missing", cost=cost, remedy=f"{CUDA_TORCH}, or cuda-bindings 13")
     except (toolchain.ToolchainError, RuntimeError):
         return Finding("compiler", "NVRTC", "missing", cost="no kernel compiles", remedy=NVRTC_EXTRA)
     return Finding("compiler", "NVRTC", "ok", found)
@@ -345,7 +374,7 @@ def _cache() -> Finding:
 
 
 def _flex(torch: Any) -> Finding:
-    remedy = "torch 2.5 or newer, and triton"
+    remedy = f"torch {OLDEST['torch']} or newer, and triton"
     if torch is None or not _importable("torch.nn.attention.flex_attention"):
         return Finding("peers", "FlexAttention", "missing", cost="no FlexAttention row in the bench", remedy=remedy)
     return Finding("peers", "FlexAttention", "ok", f"torch {torch.__version__}")

@@ -21,6 +21,9 @@ from typing import Any
 DEVICE_HEADERS = (Path(__file__).parent.parent / "cuda", Path(__file__).parent.parent / "kernels")
 """Where ``#include "mma.cuh"`` and ``#include "hopper/forward/producer.cuh"`` find flashlane's own device headers."""
 
+OLDEST_NVRTC = (12, 9)
+"""The first that knows all options of :mod:`flashlane.jit.compiler`. The bindings of CUDA 12 load that of CUDA 12, also
+where one of CUDA 13 is installed."""
 HOW_TO_INSTALL = (
     'pip install "flashlane[nvrtc]" brings them (PyTorch for CUDA 13 has them already), '
     "or point CUDA_HOME at a CUDA 13 toolkit"
@@ -39,22 +42,37 @@ class ToolchainError(RuntimeError):
     """NVRTC or the CUDA runtime headers are missing; the message says how to get them."""
 
 
+class OldCompilerError(ToolchainError):
+    """NVRTC is older than the kernels' options; the message says what it may be."""
+
+    def __init__(self, version: str) -> None:
+        oldest = ".".join(map(str, OLDEST_NVRTC))
+        super().__init__(
+            f"NVRTC is {version}; compiling kernels needs {oldest} or newer: a torch for CUDA 13 brings it; next to "
+            f"one without CUDA, pip install 'cuda-bindings>=13,<14' \"flashlane[nvrtc]\""
+        )
+        self.version = version
+
+
 @functools.cache
 def nvrtc() -> ModuleType:
     """The ``cuda.bindings.nvrtc`` module, with its library loaded.
 
     Raises:
         ToolchainError: the bindings or the library are not installed.
+        OldCompilerError: the library is too old.
     """
     try:
         from cuda.bindings import nvrtc as bindings
 
-        bindings.nvrtcVersion()
+        code, *version = bindings.nvrtcVersion()
     except (ImportError, RuntimeError, OSError) as error:
         why = " ".join(str(error).split())  # of several lines, and reports show the first alone
         raise ToolchainError(
             f"compiling kernels needs NVRTC ({type(error).__name__}: {why}); {HOW_TO_INSTALL}"
         ) from error
+    if not int(code) and tuple(version) < OLDEST_NVRTC:
+        raise OldCompilerError(".".join(map(str, version)))
     return bindings
 
 
@@ -72,9 +90,11 @@ def compiler_version() -> str:
     major, minor = call(nvrtc().nvrtcVersion)
     for wheel in ("nvidia-cuda-nvrtc", f"nvidia-cuda-nvrtc-cu{major}"):
         try:
-            return f"{major}.{minor} ({importlib.metadata.version(wheel)})"
+            version = importlib.metadata.version(wheel)
         except importlib.metadata.PackageNotFoundError:
             continue
+        if version.startswith(f"{major}.{minor}."):  # else another library than the wheel's was loaded
+            return f"{major}.{minor} ({version})"
     return f"{major}.{minor}"
 
 
