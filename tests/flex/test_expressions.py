@@ -180,6 +180,8 @@ OF_NAN = {
 @pytest.mark.parametrize("name", OF_NAN)
 def test_nan_is_torchs(name: str) -> None:
     function = OF_NAN[name]
+    if name.endswith("bound that is NaN") and not torch.clamp(torch.ones(2), min=NAN).isnan().any():
+        pytest.skip("torch 2.10 takes such a bound for none on a CPU, and for NaN by its other ways to clamp")
     program, _ = bind(lambda score, b, h, q, kv: function(score), None, CPU, "f64")
     score = torch.tensor([NAN, -INF, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 7.0, INF], dtype=torch.float64).requires_grad_()
     expected = function(score)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import flex_oracle
 from torch._dynamo._trace_wrapped_higher_order_op import mod_index
+from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 from torch.overrides import TorchFunctionMode
 
 import flashlane
@@ -151,3 +152,23 @@ def test_an_earlier_torch_takes_numbers_next_to_indices(name: str, monkeypatch: 
         found.append((out, *torch.autograd.grad(out.square().sum(), (q, table))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+class RefusesNumbers(OfEarlierTorch):
+    """What becomes of a number among indices that are mapped, in torch 2.10."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            kinds = {isinstance(each, torch.Tensor) for each in args[1]}
+            assert len(kinds) == 1, "vmap: It looks like you're calling .item() on a Tensor"
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_an_earlier_torchs_own_function_maps_the_masks_that_are_made_here(name: str) -> None:
+    """Its flex_attention raised an error of .item() for a mask of intervals, which had numbers among its indices."""
+    mask = flashlane.create_block_mask(NAMED[name](), 1, 2, 48, 48, "cpu", BLOCK_SIZE=16)
+    places = [torch.arange(size) for size in (1, 2, 48, 48)]
+    with RefusesNumbers():
+        found = _vmap_for_bhqkv(mask.mask_mod, prefix=())(*places)
+    assert torch.equal(found, _vmap_for_bhqkv(NAMED[name](), prefix=())(*places))

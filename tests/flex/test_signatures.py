@@ -19,10 +19,12 @@ ATTENTION = (
 BLOCK_MASK = "mask_mod, B, H, Q_LEN, KV_LEN, device=None, BLOCK_SIZE=128, _compile=False"
 WITH_ORDER = BLOCK_MASK + ", separate_full_blocks=True, compute_dq_write_order=False, dq_kv_order=True"
 PUBLISHED = {
+    "2.10": (ATTENTION, BLOCK_MASK),
     "2.11": (ATTENTION, BLOCK_MASK),
     "2.12": (ATTENTION, BLOCK_MASK),
     "2.13": (ATTENTION, WITH_ORDER),
     "2.14": (ATTENTION, WITH_ORDER),
+    "2.15": (ATTENTION, WITH_ORDER),
 }
 """Of flex_attention and create_block_mask, as ``torch/nn/attention/flex_attention.py`` of torch's wheels has them."""
 FUNCTIONS = ("flex_attention", "create_block_mask")

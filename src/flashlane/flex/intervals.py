@@ -124,9 +124,16 @@ def visible(
         q_idx: the query.
         kv_idx: the key.
     """
-    b, h = b if of_batches else 0, h if of_heads else 0
     row, at = (kv_idx, q_idx) if of_keys else (q_idx, kv_idx)
-    found = (starts[b, h, 0, row] <= at) & (at < ends[b, h, 0, row])
-    for i in range(1, count):
-        found = found | ((starts[b, h, i, row] <= at) & (at < ends[b, h, i, row]))
+    b, h = b if of_batches else _index(0, row), h if of_heads else _index(0, row)
+    found = None
+    for number in range(count):
+        i = _index(number, row)
+        inside = (starts[b, h, i, row] <= at) & (at < ends[b, h, i, row])
+        found = inside if found is None else found | inside
     return found
+
+
+def _index(number: int, like: Any) -> Any:
+    """A number among indices that are tensors: torch 2.10 maps a function only if it indexes by tensors alone."""
+    return torch.full_like(like, number) if isinstance(like, torch.Tensor) else number
