@@ -518,7 +518,7 @@ def window_sides(window_size: tuple[int, int] | torch.Tensor, causal: bool) -> t
         if isinstance(window_size, torch.Tensor):
             left, right = map(operator.index, window_size.tolist())
         else:
-            left, right = map(_whole, window_size)
+            left, right = [_whole(side) for side in window_size]
     except (TypeError, ValueError, OverflowError, NotImplementedError) as error:  # the last: one that holds nothing
         kind = ValueError if isinstance(error, ValueError | OverflowError) else TypeError
         raise kind(f"window_size is {window_size!r}; it must be two whole numbers (left, right)") from None
@@ -557,8 +557,8 @@ def _real(value: Any) -> Any:
 def whole_number(value: Any) -> Any:
     """A NumPy integer or an integer tensor without axes as an int (which waits for a GPU that holds it); all else as it
     is, for the checks to judge."""
-    if value is None or type(value) is int or isinstance(value, torch.SymInt):
-        return value  # torch.compile of torch 2.10 cannot ask None for an index
+    if value is None or type(value) is int or isinstance(value, torch.SymInt | float):
+        return value  # torch.compile of torch 2.10 cannot ask None or a float for an index
     if isinstance(value, torch.Tensor):
         whole = value.dim() == 0 and value.dtype != torch.bool and not (value.is_floating_point() or value.is_complex())
         return value.item() if whole and not value.is_meta else value
