@@ -13,9 +13,8 @@ pytestmark = pytest.mark.usefixtures("torch_kernels")
 CU_SEQLENS = torch.tensor([0, 4, 10], dtype=torch.int32)
 
 
-def test_a_compiled_function_reads_the_longest_length_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
-
+@torch._dynamo.config.patch(capture_scalar_outputs=True)  # after pytest's own, torch 2.15 has no such option any more
+def test_a_compiled_function_reads_the_longest_length_itself() -> None:
     def packed(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
         longest = cu.diff().max().item()
         return flashlane.flash_attn_varlen_func(x, x, x, cu, cu, longest, longest, causal=True)
