@@ -214,7 +214,7 @@ def test_missing_compiler_or_headers_say_how_to_install(monkeypatch, tmp_path):
 
 
 def test_a_compiler_that_is_too_old_is_named(monkeypatch):
-    """The bindings of CUDA 12 load NVRTC 12 beside an installed 13; it said that it did not know an option."""
+    """The bindings of CUDA 12 load NVRTC 12 where 13 is installed too; it said that it did not know an option."""
     import cuda.bindings.nvrtc as bindings
 
     for version, fails in (((12, 8), True), ((12, 9), False), ((13, 0), False)):
