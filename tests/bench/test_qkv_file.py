@@ -85,7 +85,7 @@ def bad_files():
         "rank 3": ({**good, "q": q[0]}, {}, ValueError, r"q of call 'qkv' has shape \(5, 4, 8\), rank 3.*rank 4"),
         "heads": ({**good, "q": odd}, {}, ValueError, r"k has 2 heads and q has 3"),
         "head_dim": ({**good, "k": k[..., :4]}, {}, ValueError, r"k has head_dim 4 and q has 8"),
-        "lengths": ({**good, "v": v[:, :4]}, {}, ValueError, r"v has shape .* lengths must be equal"),
+        "lengths": ({**good, "v": v[:, :4]}, {}, ValueError, r"v has length 4 and k has 5; they must be equal"),
         "mixed dtype": ({**good, "k": k.float()}, {}, TypeError, r"k has dtype torch.float32 and q has torch.float16"),
         "integers": ({n: t.to(torch.int32) for n, t in good.items()}, {}, TypeError, r"q has dtype torch.int32"),
         "not finite": ({**good, "k": inf}, {}, ValueError, r"k of call 'qkv' has 1 values that are not finite"),
