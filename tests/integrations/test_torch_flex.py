@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import flashlane
 from flashlane.flex import attention
+from flashlane.flex.program import Program
 from flashlane.integrations import torch_flex as integration
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +112,7 @@ def test_what_is_not_run_raises_or_goes_to_torch(
     said = [r.message.split(runs_torchs) for r in caplog.records if runs_torchs in r.message]
     assert [function for function, _ in said] == ["flex_attention ", "create_block_mask "], said
     assert all("searchsorted" in why for _, why in said), said
-    assert attention._kernels(q, k, v, None, "reference") is None
+    assert attention._kernels(q, k, v, None, "reference", Program(), (), 1.0) is None
     assert caplog.messages[-1].startswith("flex_attention runs torch operations in tiles: ")
     monkeypatch.setattr(attention, "_is_of_torch", lambda device: True)
     flashlane.flex_attention(q, k, v, searching)

@@ -316,7 +316,7 @@ def test_refusals_name_what_was_given() -> None:
     q = torch.empty(1, 256, 2, 128, dtype=torch.bfloat16)
     wide = torch.empty(1, 256, 2, 256, dtype=torch.bfloat16, requires_grad=True)
     assert supports(q, q, q) is None and supports(wide.detach(), wide.detach(), wide.detach()) is None
-    assert supports(wide, wide, wide) == "head_dim is 256; the backward takes up to 128"
+    assert supports(wide, wide, wide) == "head_dim of q is 256; the backward takes up to 128"
     many = torch.empty(1, 64, 4, 64, dtype=torch.bfloat16).expand(65536, -1, -1, -1)
     assert supports(many, many, many) is None
     many.requires_grad_()
