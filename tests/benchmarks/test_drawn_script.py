@@ -47,6 +47,17 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+class UnlikeTimes(HostClock):
+    """Runs the calls and gives milliseconds that no two rounds share, which real clocks do not promise."""
+
+    rounds = itertools.count(1)
+
+    def time(self, call: Any, iterations: int) -> list[float]:
+        number = next(self.rounds)
+        super().time(call, iterations)
+        return [1 + number * 2**-20] * iterations
+
+
 def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> int:
     told = ["drawn", "--out", str(folder), "--round-ms", "0.1", "--peers", "fa2", "--seed", "1000", *words]
     monkeypatch.setattr("sys.argv", told)
@@ -263,6 +274,8 @@ def test_candidates_are_timed_beside_the_chosen_one(
                 out[0, 0].zero_()
 
     monkeypatch.setattr(script, "MARGIN", math.inf)
+    clocks = {way: UnlikeTimes() for way in ("steady", "flushed")}
+    monkeypatch.setattr(script, "clocks_for", lambda device, settings: clocks)
     with registry.table_of(Several("several")):
         assert run(script, monkeypatch, tmp_path, "--count", "2", "--peers", "none", "--candidates") == 0
     (body,) = bodies(tmp_path).values()
