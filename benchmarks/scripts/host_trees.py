@@ -6,12 +6,13 @@ Launches do nothing (tests/support/driverless.py), kernels are not compiled, and
 the Python of a call and what torch does for it. The tensors that a call allocates lie where those of the call before
 did, as with torch's allocator of a GPU in a loop of calls that are alike; with ``addresses in turn`` they alternate
 between a few places, as where results of a call live on; with ``new addresses`` none recurs while the library keeps
-what it has prepared for an address. ``empty function`` is an ``autograd.Function`` with these tensors that computes
-nothing, the least that a function in Python costs; ``empty, transposed`` has the four transposes that a call of
-``scaled_dot_product_attention`` needs for tensors of this layout. Each tree runs in processes of its own, one after
-another, because the same code differs by some percent from process to process. In each round each tree times each call
-in drawn order, by the CPU time of its thread, and a figure is the median or the lower quartile of all rounds. Launches
-and allocations of a call are counted.
+what it has prepared for an address. ``operator`` is ``flashlane::backward``, as a compiled graph calls it; with
+``first addresses`` each timing is of a problem that no call had before, and no address recurs. ``empty function`` is an
+``autograd.Function`` with these tensors that computes nothing, the least that a function in Python costs; ``empty,
+transposed`` has the four transposes that a call of ``scaled_dot_product_attention`` needs for tensors of this layout.
+Each tree runs in processes of its own, one after another, because the same code differs by some percent from process to
+process. In each round each tree times each call in drawn order, by the CPU time of its thread, and a figure is the
+median or the lower quartile of all rounds. Launches and allocations of a call are counted.
 """
 
 from __future__ import annotations
@@ -139,6 +140,8 @@ class Worker:
                 if name in SMALL and way != "forward":
                     self.calls |= {f"{way}, {at}: {name}": (kept, timed) for at, kept in WAYS_OF_ADDRESSES.items()}
             if name in SMALL:
+                self.calls[f"operator: {name}"] = SAME, operator_call(leaves)
+                self.calls[f"operator, first addresses: {name}"] = SAME, FirstAddresses(leaves)
                 for title, empty in empty_calls(leaves):
                     self.calls |= {f"{way}, {title}: {name}": (SAME, timed) for way, timed in ways(empty, leaves)}
         for name, (kept, _) in self.calls.items():
@@ -153,7 +156,9 @@ class Worker:
 
         memory = self.memory
         memory.kept, call = self.calls[name]
-        with torch.no_grad() if name.startswith("forward") else contextlib.nullcontext():
+        if isinstance(call, FirstAddresses):
+            call.begin(WARM_CALLS + count)
+        with torch.no_grad() if name.startswith(("forward", "operator")) else contextlib.nullcontext():
             for _ in range(WARM_CALLS):
                 memory.begin()
                 call()
@@ -189,6 +194,40 @@ def ways(call: Callable[[], Any], leaves: tuple[Any, ...]) -> Iterator[tuple[str
     yield "forward", call
     yield "backward", lambda: torch.autograd.grad(out, leaves, do, retain_graph=True)
     yield "both", lambda: torch.autograd.grad(call(), leaves, do)
+
+
+def operator_call(leaves: tuple[Any, ...], scale: float = 0.125) -> Callable[..., object]:
+    """The backward operator with the arguments that a compiled graph gives it, of q, k, v and an output's gradient."""
+    import torch
+
+    from flashlane.core.problem import CallOptions, Inputs
+    from flashlane.ops import schema
+
+    q, k, v = (t.detach() for t in leaves)
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+    options = CallOptions(scale=scale, causal=True)
+    operator = torch.ops.flashlane.backward.default
+
+    def call(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v, do: torch.Tensor = out) -> object:
+        return operator(out, lse, do, None, False, *schema.operands(Inputs(q, k, v), options, True, KERNEL))
+
+    return call
+
+
+class FirstAddresses:
+    """The backward operator for one timing, then for that of another problem; tensors are made before it begins."""
+
+    def __init__(self, leaves: tuple[Any, ...]) -> None:
+        self.leaves, self.scales = leaves, itertools.count(1)
+
+    def begin(self, calls: int) -> None:
+        import torch
+
+        self.call = operator_call(self.leaves, next(self.scales) / 1024)
+        self.tensors = iter([[torch.zeros_like(self.leaves[0]) for _ in range(4)] for _ in range(calls)])
+
+    def __call__(self) -> object:
+        return self.call(*next(self.tensors))
 
 
 def empty_calls(leaves: tuple[Any, ...]) -> Iterator[tuple[str, Callable[[], Any]]]:

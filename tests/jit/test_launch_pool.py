@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,50 @@ def test_only_so_many_keys_are_kept_and_the_longest_unused_goes(encoded: list[in
         plan.release(key, blocks[key])
     assert list(plan.pool.idle) == [(16, 16), (48, 48)]
     assert blocks[48, 48] is blocks[32, 32] and address_in(blocks[48, 48].params[0].map_b) == 48
+
+
+def used(plan: LaunchPlan, numbers: Iterable[int]) -> list[ParamsBlock]:
+    """The block of a call with each key, and a check that its maps point there."""
+    blocks = []
+    for number in numbers:
+        key = 16 * number, 16
+        blocks.append(plan.acquire(key))
+        assert address_in(blocks[-1].params[0].map_a) == key[0]
+        plan.release(key, blocks[-1])
+    return blocks
+
+
+def test_addresses_that_do_not_recur_share_a_few_blocks(encoded: list[int]) -> None:
+    plan = plan_of([])
+    blocks = used(plan, range(1, 1000))
+    assert len({id(block) for block in blocks}) == len(plan.pool.idle) == launch_pool.FIRST_BLOCKS
+    assert len(plan.pool._evicted) == launch_pool.BLOCKS_KEPT
+
+
+def test_addresses_that_recur_get_a_block_each(encoded: list[int]) -> None:
+    """Twelve layers whose addresses recur at each step, next to as many that never do."""
+    plan = plan_of([])
+    layers, others = range(1, 13), itertools.count(100)
+    steps = [used(plan, [number for layer in layers for number in (layer, next(others))]) for _ in range(5)]
+    of_layers = [[id(block) for block in step[::2]] for step in steps]
+    assert of_layers[-1] == of_layers[-2] and len(set(of_layers[-1])) == 12
+    assert 24 <= len(plan.pool.idle) <= 24 + launch_pool.FIRST_BLOCKS and not set(of_layers[-1]) - {
+        id(block) for block in plan.pool.idle.values()
+    }
+    alone = plan_of([])
+    used(alone, layers)
+    kept = used(alone, layers)
+    assert used(alone, layers) == kept and len(alone.pool.idle) == 12
+
+
+def test_more_recurring_addresses_than_are_kept(encoded: list[int]) -> None:
+    plan = plan_of([], kept=8)
+    for _ in range(4):
+        used(plan, range(1, 7))
+    assert len(plan.pool.idle) == 6
+    for _ in range(4):
+        used(plan, [*range(1, 20), *range(20, 0, -1)])
+    assert len(plan.pool.idle) == 8 and len(plan.pool._evicted) <= 8 and not plan.pool.spare
 
 
 def test_two_calls_with_one_key_have_two_blocks_which_both_stay(encoded: list[int]) -> None:

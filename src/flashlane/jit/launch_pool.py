@@ -17,7 +17,8 @@ shorter way.
 
 - No other thread has a block between ``acquire`` and ``release``.
 - A block that ``acquire`` finds under its key has maps that point to these addresses. Else the maps of another idle
-  block are moved, or a block is made. At most :data:`BLOCKS_KEPT` keys have a block; the one unused longest goes first.
+  block are moved, or a block is made, which takes several times as long: only for addresses that recur, beyond the
+  first :data:`FIRST_BLOCKS`. At most :data:`BLOCKS_KEPT` keys have a block; the one unused longest goes first.
 - A launch that needs counters at 0 takes them from :func:`counters_of`, which says how.
 - A call that changed nothing of its block since the call before may enqueue the launches by ``enqueue_again``, which
   after some such calls launches them as one graph (:mod:`~flashlane.jit.launch_graph`).
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 BLOCKS_KEPT = 256
 """Keys that a pool keeps a block for: the addresses of a model's layers."""
+FIRST_BLOCKS = 4
+"""Blocks of a pool that are made for keys which may never recur."""
 COUNTER_BYTES = 4
 RECURRENCES = 4
 """Calls in which nothing of a block changed, after which its launches become a graph."""
@@ -314,6 +317,10 @@ class Pool(Generic[B]):
     Args:
         make: makes a block; the key is that of the call which needs it, ``()`` without keys.
         kept: how many keys may have an idle block. As many more may lie ready without one.
+
+    A key that no call had before takes the block that is unused longest, but for the first few. The key that loses it
+    is remembered, among as many as are kept, and gets a block of its own when a call has it again. So a pool has as
+    many blocks as there are keys that recur.
     """
 
     def __init__(self, make: Callable[[Any], B], kept: int = BLOCKS_KEPT) -> None:
@@ -323,6 +330,8 @@ class Pool(Generic[B]):
         self.spare: list[B] = []
         """Idle blocks of a pool without keys. In a pool with keys, those whose key has another idle block, because two
         threads launched with that key at once."""
+        self._evicted: dict[Any, None] = {}
+        """Keys whose block another key took, the one of the longest ago first."""
         self.release_any: Callable[[B], None] = self.spare.append
         """Give a block back that ``acquire_any`` gave: as many lie ready as calls were under way at one time."""
 
@@ -343,12 +352,17 @@ class Pool(Generic[B]):
             self.spare.append(block)
 
     def _another(self, key: Any) -> B:
-        block = None
+        block, evicted = None, self._evicted
+        recurs = evicted.pop(key, self) is None
         try:  # contextlib.suppress takes as long as the move of two maps
             if self.spare:
                 block = self.spare.pop()
-            elif len(self.idle) >= self._kept:
-                block = self.idle.pop(next(iter(self.idle)))
+            elif len(self.idle) >= (self._kept if recurs else min(FIRST_BLOCKS, self._kept)):
+                oldest = next(iter(self.idle))
+                block = self.idle.pop(oldest)
+                evicted[oldest] = None
+                if len(evicted) > self._kept:
+                    del evicted[next(iter(evicted))]
         except (StopIteration, RuntimeError, KeyError, IndexError):
             pass  # another thread was first
         block = block or self._make(key)
