@@ -6,8 +6,9 @@ Launches do nothing (tests/support/driverless.py), kernels are not compiled, and
 the Python of a call and what torch does for it. The tensors that a call allocates lie where those of the call before
 did, as with torch's allocator of a GPU in a loop of calls that are alike; with ``addresses in turn`` they alternate
 between a few places, as where results of a call live on; with ``new addresses`` none recurs while the library keeps
-what it has prepared for an address. ``operator`` is ``flashlane::backward``, as a compiled graph calls it; with
-``first addresses`` each timing is of a problem that no call had before, and no address recurs. ``empty function`` is an
+what it has prepared for an address. ``operator`` is ``flashlane::backward``, as a compiled graph calls it; with ``first
+addresses`` each timing is of a problem that no call had before, and no address recurs. ``new lengths`` are calls of
+which no other has the lengths, as prompts, the tokens after them and packed batches are. ``empty function`` is an
 ``autograd.Function`` with these tensors that computes nothing, the least that a function in Python costs; ``empty,
 transposed`` has the four transposes that a call of ``scaled_dot_product_attention`` needs for tensors of this layout.
 Each tree runs in processes of its own, one after another, because the same code differs by some percent from process to
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -117,8 +119,9 @@ class Worker:
         self.memory, self.driver = Memory(), driverless.install()
         launch.allocator = lambda device: self.memory.allocate  # type: ignore[assignment]
         call_cache.contents_are_read = lambda inputs: False  # as on a GPU
-        jit.compile = lambda source, arch, **options: Compiled(source)  # type: ignore[assignment]
-        jit.compile_together = lambda sources, arch: tuple(map(Compiled, sources))  # type: ignore[assignment]
+        compiled = functools.cache(Compiled)
+        jit.compile = lambda source, arch, **options: compiled(source)  # type: ignore[assignment]
+        jit.compile_together = lambda sources, arch: tuple(map(compiled, sources))  # type: ignore[assignment]
         self.calls: dict[str, tuple[int, Callable[[], object]]] = {}
 
     def build(self, source: str, only: str) -> list[str]:
@@ -144,10 +147,11 @@ class Worker:
                 self.calls[f"operator, first addresses: {name}"] = SAME, FirstAddresses(leaves)
                 for title, empty in empty_calls(leaves):
                     self.calls |= {f"{way}, {title}: {name}": (SAME, timed) for way, timed in ways(empty, leaves)}
+        if not only:
+            self.calls |= {f"{way}, new lengths: {name}": (SAME, call) for way, name, call in calls_of_new_lengths()}
         for name, (kept, _) in self.calls.items():
             self.time(name, max(1, kept))
-        gc.collect()
-        gc.freeze()
+        gc.disable()  # it would begin in calls that keep what they made, at whatever the calls before have left
         return list(self.calls)
 
     def time(self, name: str, count: int) -> float:
@@ -156,7 +160,7 @@ class Worker:
 
         memory = self.memory
         memory.kept, call = self.calls[name]
-        if isinstance(call, FirstAddresses):
+        if isinstance(call, FirstAddresses | NewLengths):
             call.begin(WARM_CALLS + count)
         with torch.no_grad() if name.startswith(("forward", "operator")) else contextlib.nullcontext():
             for _ in range(WARM_CALLS):
@@ -228,6 +232,56 @@ class FirstAddresses:
 
     def __call__(self) -> object:
         return self.call(*next(self.tensors))
+
+
+class NewLengths:
+    """Calls of which none has the lengths of another; their tensors are made before the timing begins."""
+
+    def __init__(self, arguments: Callable[[int], tuple[Any, ...]], call: Callable[..., object]) -> None:
+        self.arguments, self.call, self.numbers = arguments, call, itertools.count()
+
+    def begin(self, calls: int) -> None:
+        self.given = iter([self.arguments(next(self.numbers)) for _ in range(calls)])
+
+    def __call__(self) -> object:
+        return self.call(*next(self.given))
+
+
+def calls_of_new_lengths() -> Iterator[tuple[str, str, NewLengths]]:
+    """The way, the name and the calls: prompts, one token after so many, and two packed sequences."""
+    import torch
+
+    import flashlane
+
+    rows = 20_000
+    q, k, v = (torch.zeros(1, rows, heads, 128, dtype=torch.bfloat16) for heads in (32, 8, 8))
+
+    def dense(queries: int, keys: int) -> tuple[Any, ...]:
+        return q[:, :queries], k[:, :keys], v[:, :keys]
+
+    def attend(*tensors: torch.Tensor) -> object:
+        return flashlane.flash_attn_func(*tensors, causal=True)
+
+    yield "forward", "B1 H32/8 N512.. D128 causal", NewLengths(lambda i: dense(512 + i, 512 + i), attend)
+    yield "forward", "B1 H32/8 N1x512.. D128 causal", NewLengths(lambda i: dense(1, 512 + i), attend)
+    total = 16_384
+    leaves = tuple(t[0, :total].detach().requires_grad_() for t in (q, k, v))
+    do = torch.zeros_like(leaves[0])
+
+    def packed(i: int) -> tuple[Any, ...]:
+        first = total // 2 + i
+        return torch.tensor([0, first, total], dtype=torch.int32), first
+
+    def attend_packed(ends: torch.Tensor, longest: int) -> Any:
+        return flashlane.flash_attn_varlen_func(*leaves, ends, ends, longest, longest, causal=True)
+
+    def both(ends: torch.Tensor, longest: int) -> object:
+        with torch.autograd.set_multithreading_enabled(False):  # a thread's time is taken
+            return torch.autograd.grad(attend_packed(ends, longest), leaves, do)
+
+    name = "two of 16384 rows H32/8 D128 causal"
+    yield "forward", name, NewLengths(packed, attend_packed)
+    yield "both", name, NewLengths(packed, both)
 
 
 def empty_calls(leaves: tuple[Any, ...]) -> Iterator[tuple[str, Callable[[], Any]]]:

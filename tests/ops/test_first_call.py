@@ -11,7 +11,7 @@ import pytest
 import torch
 from fresh_process import KERNELS, ROOT, process
 
-from flashlane.core import registry
+from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem
 
 OTHERS = {
@@ -86,6 +86,22 @@ def test_no_kernel_is_preferred_more_than_its_module_says() -> None:
     assert highest == {name: each.forward for name, each in most.items() if each.forward is not None}
     for kernel in registry.backward_kernels():
         assert kernel.priority == most[type(kernel).__module__].backward, kernel
+
+
+def test_kernels_that_cannot_win_are_not_asked_when_all_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A problem of another length has to be matched anew, and the ``mma`` family has a hundred kernels."""
+    base = AttentionProblem(2, 8, 8, 1024, 1024, 128, 128, torch.bfloat16, 0.1, arch="sm_90a")
+    changes: list[dict[str, Any]] = [{}, {"arch": "sm_80"}, {"arch": None}, {"seqlen_q": 1}, {"dtype": torch.float32}]
+    changes += [{"head_dim": dim, "head_dim_v": dim, "dtype": torch.float16} for dim in (64, 320)]
+    for problem in (replace(base, seqlen_k=seqlen_k, **change) for change in changes for seqlen_k in (16, 1024)):
+        able = [kernel for kernel in registry.kernels(listed_only=True) if kernel.supports(problem) is None]
+        assert dispatch.select(problem) is max(able, key=lambda kernel: kernel.preference(problem)), problem
+    asked: list[str] = []
+    for kind in {type(kernel) for kernel in registry.kernels()}:
+        supports = kind.supports
+        monkeypatch.setattr(kind, "supports", lambda self, p, s=supports: asked.append(self.tag) or s(self, p))
+    assert dispatch.select(replace(base, seqlen_k=1032)).family == "hopper"
+    assert {registry.get(tag).family for tag in asked} == {"hopper"}, asked
 
 
 CHOICES = """

@@ -443,6 +443,9 @@ class _Table(Generic[K]):
         """``most`` gives the most that a module is preferred, for a problem or for any; None: it has no kernel."""
         self.called, self.most = called, most
         self.kernels: dict[str, K] = {}
+        self._changes = 0
+        self._by_module: tuple[int, dict[str | None, list[K]]] = (0, {})
+        """The kernels that each module defines, under None those that none does, and after which change this holds."""
         self.whole = False
         """Whether no module is left to import."""
         self._defined = [each for each in MODULES if most(each, None) is not None]
@@ -451,11 +454,13 @@ class _Table(Generic[K]):
         if kernel.tag in self.kernels:
             raise ValueError(f"tag {kernel.tag!r} is registered already")
         self.kernels[kernel.tag] = kernel
+        self._changes += 1
 
     def fill(self, kernels: Iterable[K]) -> None:
         kernels = tuple(kernels)
         self.kernels.clear()
         self.kernels.update((kernel.tag, kernel) for kernel in kernels)
+        self._changes += 1
 
     def load(self) -> dict[str, K]:
         """All kernels, in the order of :data:`MODULES`; those that no module of it defines come last."""
@@ -473,7 +478,7 @@ class _Table(Generic[K]):
         """The kernel that is preferred most for a problem among those that are able, or None where none is.
 
         Of those that are preferred alike, it is the first of the table. Modules whose kernels cannot be preferred more
-        than what was found are not imported.
+        than what was found are not imported, and their kernels are not asked.
         """
         best, best_key = None, (-math.inf, 0)
         for most, rank, module in self._modules(problem):
@@ -488,18 +493,21 @@ class _Table(Generic[K]):
     def _modules(self, problem: AttentionProblem) -> list[tuple[float, int, str | None]]:
         """For each module its highest preference for the problem, its rank in the table and its name; highest first.
 
-        Once every module is imported, None stands for all kernels; before that, for those that no module defines.
+        None stands for the kernels that no module defines.
         """
-        if self.whole:
-            return [(math.inf, 0, None)]
         defined = ((self.most(each, problem) or 0.0, rank, each.module) for rank, each in enumerate(self._defined))
         return [(math.inf, len(self._defined), None), *sorted(defined, key=lambda each: -each[0])]
 
     def _of_module(self, module: str | None) -> list[K]:
         if module is not None:
             importlib.import_module(module)
-        found = tuple(self.kernels.values())
-        return [k for k in found if self.whole or (_module_of(k) == module)]
+        changes, (known, found) = self._changes, self._by_module
+        if known != changes:
+            found = {}
+            for kernel in tuple(self.kernels.values()):
+                found.setdefault(_module_of(kernel), []).append(kernel)
+            self._by_module = changes, found
+        return found.get(module, [])
 
     def get(self, tag: str) -> K:
         if not isinstance(tag, str):

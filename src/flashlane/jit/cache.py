@@ -176,14 +176,22 @@ def directory() -> Path:
     Raises:
         ValueError: ``FLASHLANE_CACHE_DIR`` begins with the home of a user who has none.
     """
-    if chosen := os.environ.get(DIRECTORY_VARIABLE):
+    chosen, base, home = map(os.environ.get, (DIRECTORY_VARIABLE, "XDG_CACHE_HOME", "HOME"))
+    if home is None:  # the system's list of users says where it is
+        return _directory.__wrapped__(chosen, base, home)
+    return _directory(chosen, base, home)
+
+
+@functools.lru_cache(maxsize=16)
+def _directory(chosen: str | None, base: str | None, home: str | None) -> Path:
+    """:func:`directory` of an environment: each call of new lengths asks for it, and a path is slow to build."""
+    if chosen:
         try:
             return Path(chosen).expanduser()
         except RuntimeError:
             raise ValueError(
                 f"{DIRECTORY_VARIABLE} is {chosen!r}, of which no home is known; it may be the whole path of a folder"
             ) from None
-    base = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(base, "flashlane") if base else Path("~/.cache/flashlane").expanduser()
     except RuntimeError:

@@ -196,7 +196,8 @@ def remember(
     run, reads = _runner(problem, inputs, kernel), contents_are_read(inputs)
     entry = Entry(*guards, wants_grad(inputs), problem, kernel, run, reads, autocast)
     if more:
-        entry.others_of, entry.inputs_with = _saving(_first_places(inputs), lengths_of(inputs))
+        entry.others_of, with_lengths = _saving(_first_places(inputs))
+        entry.inputs_with = with_lengths(*lengths_of(inputs))
         entry.modified = any(getattr(inputs, name) is not None for name in DIFFERENTIABLE[3:])
     if len(_entries) >= SIZE:
         forget()
@@ -247,17 +248,14 @@ def _comparison(first: tuple[int, ...], types: tuple[type, ...]) -> Callable[...
 
 
 @functools.lru_cache(maxsize=256)
-def _saving(
-    first: tuple[int, ...], lengths: tuple[Any, ...]
-) -> tuple[Callable[[Inputs], Tensors], Callable[..., Inputs]]:
-    """Code for :attr:`Entry.others_of` and :attr:`Entry.inputs_with`: each backward runs it."""
+def _saving(first: tuple[int, ...]) -> tuple[Callable[[Inputs], Tensors], Callable[..., Callable[..., Inputs]]]:
+    """Code for :attr:`Entry.others_of`, and what gives :attr:`Entry.inputs_with` greatest lengths: backwards run both."""
     own = [n for n, at in enumerate(first, 1) if at == n > 3]
     save = "".join(f"inputs.{TENSORS[n - 1]}, " for n in own)
     again = ["None" if not at else TENSORS[at - 1] if at <= 3 else f"others[{own.index(at)}]" for at in first]
-    names = {"Inputs": Inputs, "lengths": lengths}
-    return eval(f"lambda inputs: ({save})"), eval(
-        f"lambda q, k, v, others: Inputs({', '.join(again)}, *lengths)", names
-    )
+    lengths = ", ".join(LENGTHS)
+    build = f"lambda {lengths}: lambda q, k, v, others: Inputs({', '.join(again)}, {lengths})"
+    return eval(f"lambda inputs: ({save})"), eval(build, {"Inputs": Inputs})
 
 
 def allocate(q: torch.Tensor, v: torch.Tensor) -> Results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -106,7 +107,7 @@ class OneCtaConfig(GradientConfig):
     def in_order(self) -> bool:  # type: ignore[override]
         return self.dq in ORDERED.values()
 
-    @property
+    @functools.cached_property
     def peels(self) -> bool:
         """:attr:`peeled`, where a tile's first step makes no dQ of the tile before; not with ordered TMA additions."""
         other = self.k_stages > 1 or self.dq == "ordered_tma_reduce_add" or self.skips_hidden
@@ -117,7 +118,7 @@ class OneCtaConfig(GradientConfig):
         """Whether consumers add dQ themselves."""
         return self.dq in FROM_REGISTERS
 
-    @property
+    @functools.cached_property
     def product_statistics(self) -> bool:  # type: ignore[override]
         """:attr:`subtracts_in_products`, where nothing else changes a score and shared memory has room."""
         changed = self.score.transformed or self.block_lists or self.program
@@ -128,7 +129,7 @@ class OneCtaConfig(GradientConfig):
     def stores_by_tma(self) -> bool:  # type: ignore[override]
         return self.staging != "registers"
 
-    @property
+    @functools.cached_property
     def staging(self) -> Staging:
         """Where dK and dV of a tile lie until they are stored.
 
