@@ -89,7 +89,7 @@ def test_no_kernel_is_preferred_more_than_its_module_says() -> None:
 
 
 def test_kernels_that_cannot_win_are_not_asked_when_all_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A problem of another length has to be matched anew, and the ``mma`` family has a hundred kernels."""
+    """A kernel is chosen for each other length, and the ``mma`` family has a hundred kernels."""
     base = AttentionProblem(2, 8, 8, 1024, 1024, 128, 128, torch.bfloat16, 0.1, arch="sm_90a")
     changes: list[dict[str, Any]] = [{}, {"arch": "sm_80"}, {"arch": None}, {"seqlen_q": 1}, {"dtype": torch.float32}]
     changes += [{"head_dim": dim, "head_dim_v": dim, "dtype": torch.float16} for dim in (64, 320)]

@@ -249,7 +249,7 @@ def _comparison(first: tuple[int, ...], types: tuple[type, ...]) -> Callable[...
 
 @functools.lru_cache(maxsize=256)
 def _saving(first: tuple[int, ...]) -> tuple[Callable[[Inputs], Tensors], Callable[..., Callable[..., Inputs]]]:
-    """Code for :attr:`Entry.others_of`, and what gives :attr:`Entry.inputs_with` greatest lengths: backwards run both."""
+    """Code for :attr:`Entry.others_of`, and for :attr:`Entry.inputs_with` once the lengths are given."""
     own = [n for n, at in enumerate(first, 1) if at == n > 3]
     save = "".join(f"inputs.{TENSORS[n - 1]}, " for n in own)
     again = ["None" if not at else TENSORS[at - 1] if at <= 3 else f"others[{own.index(at)}]" for at in first]
