@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import flashlane
 from flashlane import flash_attn_func
 from flashlane.core.problem import AttentionProblem
 from flashlane.integrations import torch as registry
@@ -254,65 +253,6 @@ def test_a_torch_without_the_registry_gets_the_operators_alone(whole: bool, monk
     assert not registry.is_enabled()
     with pytest.raises(NotImplementedError):
         aten._scaled_dot_product_flash_attention(q, q, q)
-
-
-@pytest.fixture
-def choices(monkeypatch: pytest.MonkeyPatch) -> list[SDPBackend]:
-    """The backends that torch takes, the last of the list each time, for tensors that count as a GPU's."""
-    taken = [SDPBackend.FLASH_ATTENTION]
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *given, **named: taken[-1].value)
-    monkeypatch.setattr(registry, "is_enabled", lambda: True)
-    monkeypatch.setattr(registry, "DEVICE", "cpu")
-    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: [1, 3, 2, 0])
-    return taken
-
-
-HALF = torch.randn(1, 2, 5, 8).bfloat16()
-MASK = torch.zeros(5, 5, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("given", "taken", "said"),
-    [
-        (
-            {"dropout_p": 0.5},
-            "FLASH_ATTENTION",
-            "FLASH_ATTENTION: dropout_p is 0.5; torch's kernels draw their own mask",
-        ),
-        ({"attn_mask": MASK}, "EFFICIENT_ATTENTION", "EFFICIENT_ATTENTION: attn_mask is given, which torch's flash"),
-        ({"query": HALF.float()}, "EFFICIENT_ATTENTION", "query has dtype torch.float32; torch's flash backend takes"),
-        ({"query": torch.randn(1, 2, 5, 264).half()}, "MATH", "query has head dim 264; torch's flash backend takes"),
-        ({"value": torch.randn(1, 2, 5, 16).bfloat16()}, "MATH", "query, key and value have different head dims"),
-        (
-            {"query": HALF[:, :, :3], "is_causal": True},
-            "CUDNN_ATTENTION",
-            "is_causal is True with 3 queries and 5 keys",
-        ),
-        ({}, "CUDNN_ATTENTION", "torch's flash backend refuses it; torch.backends.cuda.can_use_flash_attention"),
-    ],
-    ids=lambda given: given if isinstance(given, str) else ", ".join(given),  # not their values, which are drawn
-)
-def test_what_runs_as_before_is_explained(
-    given: dict[str, Any], taken: str, said: str, choices: list[SDPBackend]
-) -> None:
-    choices.append(getattr(SDPBackend, taken))
-    found = registry.explain(**{"query": HALF, "key": HALF, "value": HALF, **given})
-    assert found.startswith(f"torch's own kernel, of its backend {taken}: ") and said in found and "\n" not in found
-
-
-def test_what_runs_flashlane_is_explained(choices: list[SDPBackend], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = registry.explain(HALF, HALF, HALF, is_causal=True)
-    x = HALF.transpose(1, 2)
-    assert found == f"flashlane, under torch's backend FLASH_ATTENTION\n{flashlane.explain(x, x, x, causal=True)}"
-    choices.append(SDPBackend.CUDNN_ATTENTION)
-    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: [3, 1, 2, 0])
-    assert "torch tries CUDNN_ATTENTION first; enable(prefer=True)" in registry.explain(HALF, HALF, HALF)
-    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-    assert registry.explain(HALF, HALF, HALF).endswith("the flash backend is disabled")
-    monkeypatch.undo()
-    assert registry.explain(HALF, HALF, HALF).endswith(": flashlane is not enabled")
-    monkeypatch.setattr(registry, "is_enabled", lambda: True)
-    assert "query is on cpu; flashlane is under torch's operators for CUDA only" in registry.explain(HALF, HALF, HALF)
 
 
 class Removed:

@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import CausalVariant
 
 from flashlane.api import functional
 from flashlane.core import dispatch
+from flashlane.core.arch import autocast
 from flashlane.core.problem import CallOptions, Inputs
-from flashlane.core.validate import rows_aligned, whole_number
+from flashlane.core.validate import is_causal_bias, rows_aligned, whole_number
 from flashlane.integrations.flash_attn import lengths
 from flashlane.ops import call as ops
 from flashlane.ops import call_cache, schema
@@ -119,22 +122,57 @@ def explain(
     """What ``F.scaled_dot_product_attention`` of these arguments runs now: flashlane, or torch's own kernel, and why.
 
     It asks torch for its choice among its backends, so that ``sdpa_kernel`` and the switches of ``torch.backends.cuda``
-    count. The arguments are those of that function.
+    count. The arguments are those of that function, a ``torch.nn.attention.bias.CausalBias`` among them.
 
     Returns:
         One line; where flashlane runs, followed by the text of :func:`flashlane.explain`.
     """
-    mask_and_more = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
-    backend = SDPBackend(
-        torch._fused_sdp_choice(query, key, value, **mask_and_more, scale=scale, enable_gqa=enable_gqa)
-    )
+    query, key, value = (autocast(t) for t in (query, key, value))
+    lower_right = False
+    if is_causal_bias(attn_mask):
+        if is_causal:
+            raise ValueError("is_causal is True and attn_mask is a CausalBias; only one of them may be")
+        square = attn_mask.seq_len_q == attn_mask.seq_len_kv
+        lower_right = attn_mask.variant is CausalVariant.LOWER_RIGHT and not square
+        is_causal, attn_mask = not lower_right, attn_mask if lower_right else None
+    if lower_right:  # torch asks for each backend itself, in an order of its own
+        backend = _backend_of_lower_right(query, key, value, attn_mask, dropout_p, enable_gqa)
+    else:
+        mask_and_more = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        choice = torch._fused_sdp_choice(query, key, value, **mask_and_more, scale=scale, enable_gqa=enable_gqa)
+        backend = SDPBackend(choice)
     reason = _not_under_flashlane(query, key, value, attn_mask, dropout_p, is_causal, backend)
     if reason is not None:
         return f"torch's own kernel, of its backend {backend.name}: {reason}"
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    missing = -query.shape[-1] % FLASH_ALIGNMENT
+    q, k, v = (torch.nn.functional.pad(t, (0, missing)) if missing else t for t in (query, key, value))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     deterministic = torch.are_deterministic_algorithms_enabled()
-    found = functional.explain(q, k, v, softmax_scale=scale, causal=is_causal, deterministic=deterministic)
+    causal = is_causal or lower_right
+    found = functional.explain(q, k, v, softmax_scale=scale, causal=causal, deterministic=deterministic)
     return f"flashlane, under torch's backend {backend.name}\n{found}"
+
+
+def _backend_of_lower_right(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    dropout_p: float,
+    enable_gqa: bool,
+) -> SDPBackend:
+    """What a ``CausalBias`` of fewer or more queries than keys, aligned at the last ones, runs in torch.
+
+    It is flash where flash can run without a mask, then the efficient one, else what takes the mask as a tensor.
+    """
+    params = SDPAParams(query, key, value, None, dropout_p, False, enable_gqa)
+    if can_use_flash_attention(params):
+        return SDPBackend.FLASH_ATTENTION
+    if can_use_efficient_attention(params):
+        return SDPBackend.EFFICIENT_ATTENTION
+    mask = attn_mask._materialize(query.device)
+    return SDPBackend(torch._fused_sdp_choice(query, key, value, mask, dropout_p, False, enable_gqa=enable_gqa))
 
 
 def _not_under_flashlane(
@@ -158,7 +196,8 @@ def _not_under_flashlane(
             return str(error)
     if not torch.backends.cuda.flash_sdp_enabled():
         return "the flash backend is disabled"
-    if attn_mask is not None:
+    lower_right = is_causal_bias(attn_mask)  # for which torch takes flash first, whatever its order is
+    if attn_mask is not None and not lower_right:
         return "attn_mask is given, which torch's flash backend does not take"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"query has dtype {query.dtype}; torch's flash backend takes float16 and bfloat16"
@@ -170,7 +209,7 @@ def _not_under_flashlane(
         counts = f"{query.shape[-2]} queries and {key.shape[-2]} keys"
         return f"is_causal is True with {counts}; torch's flash backend takes as many queries as keys"
     first = SDPBackend(torch._C._get_sdp_priority_order()[0])
-    if first != SDPBackend.FLASH_ATTENTION:
+    if first != SDPBackend.FLASH_ATTENTION and not lower_right:
         return f"torch tries {first.name} first; enable(prefer=True) puts its flash backend first"
     return "torch's flash backend refuses it; torch.backends.cuda.can_use_flash_attention(..., debug=True) says why"
 
@@ -179,6 +218,8 @@ DEVICE = "cuda"
 """The type of device whose operators in torch run flashlane."""
 FLASH_HEAD_DIM = 256
 """The largest head dim that torch's flash backend takes."""
+FLASH_ALIGNMENT = 8
+"""torch pads head dims to a multiple of it before its flash backend gets them."""
 _order_before: list[list[int]] = []
 """torch's order of SDPA's backends before :func:`enable`, if that changed it."""
 _replaced: str | None = None
