@@ -1,12 +1,15 @@
 """FLOP conventions, against the baseline logs and against counting by brute force."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashlane.bench.measure.flops import flops, sequences_of, tflops
 from flashlane.bench.measure.grid import make_problem
-from flashlane.core.problem import AttentionProblem, Inputs
+from flashlane.core.problem import ALIGNMENTS, AttentionProblem, Inputs
 
 
 def test_baseline_logs():
@@ -77,3 +80,18 @@ def test_every_formula_as_written():
 def test_unknown_convention():
     with pytest.raises(ValueError, match="convention is 'peak'"):
         flops(make_problem(1, 1, 8, 8), "peak")
+
+
+def test_pairs_and_rows_are_counted_without_a_list_of_them() -> None:
+    """Of a long sequence a list of rows takes gigabytes."""
+    base = AttentionProblem(1, 1, 1, 4, 4, 8, 8, torch.float32, 1.0)
+    windows = itertools.product(range(-1, 7), range(-1, 7))
+    for window, sq, sk, alignment in itertools.product(windows, range(6), range(6), ALIGNMENTS):
+        sides = {"window_left": window[0], "window_right": window[1]}
+        problem = replace(base, seqlen_q=sq, seqlen_k=sk, alignment=alignment, **sides)
+        seen = [len(problem.visible_keys(row)) for row in range(sq)]
+        assert problem.visible_pairs() == sum(seen), problem
+        pairs, rows = sum(seen), sum(map(bool, seen))
+        assert flops(problem, "all") == pairs * 15 + pairs + 2 * (pairs - rows) + 3 * pairs + 8 * (2 * pairs - rows)
+    n = 10**9
+    assert replace(base, seqlen_q=n, seqlen_k=n, window_right=0).visible_pairs() == n * (n + 1) // 2

@@ -101,6 +101,8 @@ WRONG = {
     "--grid is -8,-8; its numbers must be at least 1": ["neighbourhood-2d", "--grid=-8,-8"],
     "parents and lengths go together": ["prefix-tree", "--parents=-1,0"],
     "--N is 5002; a picture may have 1 to 4096": ["--N", "5002", "--png", "x.png"],
+    "--N is 1000000000; it may be up to 16777216": ["causal", "--N", "1000000000"],
+    "--N is 2000000, in 15625 x 15625 blocks, of which there may be 67108864": ["causal", "--N", "2000000"],
     "--N is 7; block diffusion has each token twice": ["--N", "7", "--png", "x.png"],
 }
 

@@ -6,6 +6,7 @@ import difflib
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -314,3 +315,15 @@ def test_the_order_of_the_table_does_not_depend_on_what_was_imported_first() -> 
         for code in (show, f"import flashlane.kernels.mma.attention, flashlane.reference.tiled; {show}")
     }
     assert len(orders) == 1 and orders.pop().startswith("reference tiled ")
+
+
+def test_what_is_too_long_to_be_explained_is_refused() -> None:
+    """Models of a time go through all tiles, which took minutes and gigabytes."""
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16, device="meta")
+    long = q.expand(1, 10**9, 1, 64)
+    with pytest.raises(ValueError, match=r"^seqlen_q is 1000000000; what is explained may have up to 16777216$"):
+        flashlane.explain(long, long, long)
+    problem = AttentionProblem.from_inputs(Inputs(q, long, long)).on("sm_90a")
+    assert dispatch.explain_problem(problem).chosen
+    with pytest.raises(ValueError, match=r"^seqlen_k is 1000000000"):
+        dispatch.explain_problem(replace(problem, needs_grad=True))

@@ -228,13 +228,36 @@ def test_a_window_wider_than_any_sequence_is_all_of_it() -> None:
     assert [left.visible_keys(row) for row in range(5)] == [causal.visible_keys(row) for row in range(5)]
 
 
-def test_a_longest_sequence_beyond_what_kernels_count_to_is_any() -> None:
-    for longest in (2**31 - 1, 2**31, 2**32 + 3, 2**70):  # in 32 bits the second is negative, and the third 3
-        problem = AttentionProblem.from_inputs(packed(max_seqlen_q=longest, max_seqlen_k=longest))
-        lengths = SeqlenParams.of(problem)
-        assert lengths.seqlen_q == lengths.seqlen_k == 2**31 - 2**12
-        # Triton's forward steps by all rows of all tiles over those after the last sequence, from 2^31 on backwards.
-        assert all(-(-lengths.seqlen_q // rows) * rows < 2**31 for rows in (16, 64, 128, 256))
+LARGE = (2**31 - 1, 2**31, 2**32 + 3, 2**70)
+"""In 32 bits the second is negative, and the third 3."""
+
+
+@pytest.mark.parametrize("longest", LARGE)
+def test_a_longest_sequence_has_no_more_rows_than_there_are(longest: int) -> None:
+    problem = AttentionProblem.from_inputs(packed(max_seqlen_q=longest, max_seqlen_k=longest))
+    assert (problem.seqlen_q, problem.seqlen_k) == (5, 7)
+    bias = torch.zeros(1, 4, 6, 1)  # which is checked, and read, by the lengths that the caller gave
+    biased = AttentionProblem.from_inputs(packed(max_seqlen_q=6, max_seqlen_k=longest, bias=bias))
+    assert (biased.seqlen_q, biased.seqlen_k) == (6, 7)
+    pages = {"k": torch.zeros(9, 4, 2, 8), "block_table": torch.zeros(2, 3, dtype=torch.int32)}
+    paged = AttentionProblem.from_inputs(packed(**pages, v=pages["k"], max_seqlen_k=longest))
+    assert (paged.seqlen_q, paged.seqlen_k) == (3, 12)
+
+
+@pytest.mark.parametrize("longest", LARGE)
+def test_with_splits_a_longest_sequence_does_not_depend_on_the_others(longest: int) -> None:
+    given = packed(max_seqlen_q=4096, max_seqlen_k=longest)
+    problem = AttentionProblem.from_inputs(given, num_splits=1)
+    assert (problem.seqlen_q, problem.seqlen_k) == (4096, 2**24)
+
+
+def test_a_longest_sequence_is_one_that_kernels_count_to() -> None:
+    rows = torch.empty(1, 1, 8).expand(2**31 - 2**12, 1, 8)
+    given = packed(q=rows, k=rows, v=rows, max_seqlen_q=2**31, max_seqlen_k=2**31)
+    lengths = SeqlenParams.of(AttentionProblem.from_inputs(given))
+    assert lengths.seqlen_q == lengths.seqlen_k == 2**31 - 2**12
+    # Triton's forward steps by all rows of all tiles over those after the last sequence, from 2^31 on backwards.
+    assert all(-(-lengths.seqlen_q // rows) * rows < 2**31 for rows in (16, 64, 128, 256))
 
 
 def test_a_side_past_every_key_is_open_to_a_kernel_or_as_far_as_all_rows_and_keys() -> None:

@@ -59,7 +59,7 @@ def explain_command(
         target = None if arch == "cpu" else check_arch(arch)
     shapes = s.shapes_of(on_gpu=True, quick=False)[:1]
     problems = [problem for grid in sizes.grids(on_cpu=target is None) for problem in grid.problems(target, shapes)]
-    with o.named("--kernel"):
+    with o.named("--kernel"), o.named("--N", "seqlen_q"), o.named("--seqlen-k", "seqlen_k"):
         found = [explain_problem(dataclasses.replace(each, needs_grad=backward), kernel, show_all) for each in problems]
     if json_:
         typer.echo(json.dumps([explanation_json(each) for each in found], indent=1))

@@ -17,6 +17,8 @@ from flashlane.flex.catalogue import NAMED, Parameters, mask_of
 
 THE_MASK = "The mask"
 TOKENS, BLOCK_SIZE = 64, 128
+MOST_TOKENS, MOST_BLOCKS = 2**24, 2**26
+"""Of a mask whose blocks are counted: each token and each block is looked at, beyond these for minutes."""
 
 
 Name = Annotated[
@@ -171,6 +173,14 @@ def _check(tokens: int, block: int | None, block_size: int, png: Path | None) ->
     for option, number in (("--N", tokens), ("--block", block), ("--block-size", block_size)):
         if number is not None and number < 1:
             raise ValueError(f"{option} is {number}; it must be at least 1")
+    blocks = -(-tokens // block_size)
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"--N is {tokens}; it may be up to {MOST_TOKENS}")
+    if blocks**2 > MOST_BLOCKS:
+        raise ValueError(
+            f"--N is {tokens}, in {blocks} x {blocks} blocks, of which there may be {MOST_BLOCKS}; a larger "
+            f"--block-size makes fewer"
+        )
     if png is not None and png.suffix != ".png":
         raise ValueError(f"--png is {str(png)!r}; it names a file that ends in .png")
 

@@ -18,6 +18,11 @@ __getattr__ = loader(__name__, dict.fromkeys(("BackwardChoice", "Explanation"), 
 """For readers of annotations: a call imports neither."""
 
 
+LONGEST_EXPLAINED = 2**24
+"""The most rows, and with a gradient keys, of a problem that is explained. Models of a time go through all tiles, for
+each configuration of each kernel: beyond, for minutes."""
+
+
 @registry.memoised
 def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
     """The kernel that runs a problem: the one named; with None the listed one that was tuned or is preferred most.
@@ -48,9 +53,17 @@ def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
 
 
 def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_all: bool = False) -> Explanation:
-    """Which kernel would run a problem and why each other one would not; of the listed kernels, or of all."""
+    """Which kernel would run a problem and why each other one would not; of the listed kernels, or of all.
+
+    Raises:
+        ValueError: no kernel is called ``kernel``, or the problem is longer than :data:`LONGEST_EXPLAINED`.
+        NotImplementedError: see :func:`select`.
+    """
     from flashlane.core.explanation import Choice, Explanation
 
+    for name, length in (("seqlen_q", problem.seqlen_q), ("seqlen_k", problem.seqlen_k if problem.needs_grad else 0)):
+        if length > LONGEST_EXPLAINED:
+            raise ValueError(f"{name} is {length}; what is explained may have up to {LONGEST_EXPLAINED}")
     if kernel is not None:
         registry.get(kernel)  # what is no tag may be no key of :func:`select` either
     chosen = select(problem, kernel)

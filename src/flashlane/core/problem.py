@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 import torch
 
 from flashlane.core.arch import DTYPE_NAMES, DTYPES, arch_of
+from flashlane.core.longest import within_rows
 from flashlane.core.validate import (
     FARTHEST,
     MAX_HEAD_DIM,
@@ -468,8 +469,7 @@ def check_call(inputs: Inputs, options: CallOptions, contents: bool = True) -> d
     else:
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     capacity = check_cache(inputs, batch, varlen, contents)
-    sizes = {"batch": batch, "heads": q.shape[-2], "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    sizes["seqlen_k"] = seqlen_k if varlen else capacity
+    sizes = {"batch": batch, "heads": q.shape[-2], "seqlen_q": seqlen_q, "seqlen_k": seqlen_k if varlen else capacity}
     left, right = window_sides(options.window_size, check_flag("causal", options.causal))
     if options.alignment not in ALIGNMENTS:
         raise ValueError(f"alignment is {options.alignment!r}; it may be one of {', '.join(map(repr, ALIGNMENTS))}")
@@ -485,7 +485,7 @@ def check_call(inputs: Inputs, options: CallOptions, contents: bool = True) -> d
     check_seed(inputs, dropout_p)
     check_splits(options.num_splits)
     return {
-        **sizes,
+        **(within_rows(inputs, sizes, capacity, options.num_splits) if varlen else sizes),
         "scale": check_number("scale", q.shape[-1] ** -0.5 if options.scale is None else options.scale),
         "window_left": left,
         "window_right": right,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
-
 Direction = Literal["forward", "backward", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
@@ -28,9 +26,16 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, left: int, right: int, shift: in
         left, right: a query sees so many keys before and after the one that it is aligned with; −1: all.
         shift: query i is aligned with key i + shift.
     """
-    if left < 0 and right < 0:
-        return seqlen_q * seqlen_k
-    rows = np.arange(seqlen_q, dtype=np.int64) + shift  # not a tensor: a FLOP counter may run under fake ones
-    low = np.zeros_like(rows) if left < 0 else np.maximum(rows - left, 0)
-    high = np.full_like(rows, seqlen_k) if right < 0 else np.minimum(rows + right + 1, seqlen_k)
-    return int(np.maximum(high - low, 0).sum())
+    last = seqlen_q * seqlen_k if right < 0 else _sum_within(seqlen_q, seqlen_k, shift + right + 1)
+    first = 0 if left < 0 else _sum_within(seqlen_q, seqlen_k, shift - left)
+    return last - first
+
+
+def _sum_within(count: int, most: int, start: int) -> int:
+    """The sum of so many consecutive integers from ``start``, each at least 0 and at most ``most``.
+
+    Of as many numbers as a long sequence has rows, a list would take gigabytes.
+    """
+    above = min(count, max(0, start + count - most))  # those that count as ``most``
+    low, high = max(0, start), start + count - above  # the others that are above 0: low to high - 1
+    return above * most + (low + high - 1) * max(0, high - low) // 2

@@ -94,7 +94,9 @@ def _lengths(named: dict[str, Any]) -> list[tuple[int, int]]:
         batch = named["cu_seqlens_q"].shape[0] - 1
         sides = [_values(named[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
         if None in sides:
-            return [(int(named["max_seqlen_q"]), int(named["max_seqlen_k"]))] * batch
+            rows_k = k.shape[0] if named["block_table"] is None else named["block_table"].shape[1] * k.shape[1]
+            longest = int(named["max_seqlen_q"]), int(named["max_seqlen_k"])
+            return [(min(longest[0], q.shape[0]), min(longest[1], rows_k))] * batch
         queries, keys = (np.diff(side).tolist() for side in sides)
         return list(zip(queries, keys, strict=True))
     table = named["block_table"]

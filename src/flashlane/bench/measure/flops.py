@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Literal
 
 from flashlane.core.problem import AttentionProblem, Inputs
@@ -82,9 +81,9 @@ def least_bytes(problem: AttentionProblem, direction: Direction = "forward") -> 
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
-@lru_cache(maxsize=256)
 def _rows_that_see(problem: AttentionProblem) -> int:
     """Queries of one sequence that see at least one key."""
-    if problem.window_left < 0 and problem.window_right < 0:
-        return problem.seqlen_q if problem.seqlen_k else 0
-    return sum(1 for row in range(problem.seqlen_q) if problem.visible_keys(row))
+    queries, keys, shift = problem.seqlen_q, problem.seqlen_k, problem.shift
+    first = 0 if problem.window_right < 0 else max(0, -shift - problem.window_right)  # those before see no key yet
+    end = queries if problem.window_left < 0 else min(queries, keys - shift + problem.window_left)
+    return max(0, end - first) if keys else 0
