@@ -174,6 +174,7 @@ def test_results_files_are_read_back(tmp_path):
         (json.dumps(mistimed), r"x\.json is damaged: TypeError median is 'fast'; it must be a number"),
         ("{}", "not a results file"),
         ("{", "not valid JSON"),
+        ("[" * 200000, "not valid JSON: its brackets are nested too deeply"),
         ('{"format": "flashlane-bench/1"}', "damaged"),
     ):
         path.write_text(text)

@@ -94,6 +94,7 @@ def bad_files():
         "scale": (good, {"scale": "half"}, ValueError, r"scale is 'half'; it must be a number"),
         "scale nan": (good, {"scale": "nan"}, ValueError, r"scale is nan"),
         "calls json": (good, {"calls": "{"}, ValueError, r"calls is not valid JSON"),
+        "calls deep": (good, {"calls": "[" * 200000}, ValueError, r"calls is not valid JSON: its brackets are nested"),
         "calls shape": (good, {"calls": "[1]"}, ValueError, r"JSON object of objects"),
         "calls key": (good, {"calls": json.dumps({"qkv": {"mask": 1}})}, ValueError, r"\['mask'\]; it may have"),
         "window": (good, {"calls": json.dumps({"qkv": {"window": [1]}})}, ValueError, r"window is \[1\]"),

@@ -205,6 +205,7 @@ def test_messages_that_xml_and_annotations_cannot_hold():
     [
         (lambda text: text[: len(text) // 2], "is not valid JSON: "),
         (lambda text: "", "is not valid JSON: "),
+        (lambda text: "[" * 200000, "is not valid JSON: its brackets are nested too deeply"),
         (lambda text: "[]", "format 'list'"),
         (lambda text: text.replace("flashlane-bench/1", "other/3"), "format 'other/3'"),
         (lambda text: text.replace('"rows"', '"lines"', 1), "'rows' is missing"),

@@ -116,6 +116,14 @@ def alive(pid):
 # --- the journal
 
 
+def test_a_line_that_is_nested_too_deeply_is_damaged(tmp_path):
+    path = tmp_path / "j.jsonl"
+    Journal(path, {"device": "D"}).__exit__()
+    path.write_text(path.read_text() + "[" * 200000 + "\n")
+    with pytest.raises(ValueError, match="its brackets are nested too deeply"):
+        Journal(path, {"device": "D"})
+
+
 def test_a_torn_line_is_cut_off_and_a_damaged_one_refused(tmp_path):
     path = tmp_path / "j.jsonl"
     with Journal(path, {"device": "D"}) as journal:
@@ -359,6 +367,8 @@ def test_every_key_is_an_option():
         ("[sweep]\nname = 'a/b'", "--name is 'a/b'"),
         ("[grid]\nN = 1", "has no table .sweep."),
         ("N = ", "is not valid TOML"),
+        ("N = " + "[" * 200000, "is not valid TOML: its brackets are nested too deeply"),
+        ("N = " + "1" * 5000, "is not valid TOML: Exceeds the limit"),
     ],
 )
 def test_a_bad_file_is_one_line_and_status_2(folder, text, message):

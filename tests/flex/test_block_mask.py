@@ -535,3 +535,17 @@ def test_a_mask_whose_lists_of_indices_are_replaced_has_those_of_each_head() -> 
     assert blocks.narrowed(mask).kv_indices.shape[1] == 1
     mask.kv_indices = torch.stack((mask.kv_indices[:, 0], mask.kv_indices[:, 0].flip(-1)), 1)
     assert blocks.narrowed(mask) is mask
+
+
+@pytest.mark.parametrize("large", [2**31, 2**40, 2**70])
+@pytest.mark.parametrize("name", ["BLOCK_SIZE", "Q_LEN", "KV_LEN", "B", "H"])
+def test_what_exceeds_32_bits_is_refused(name: str, large: int) -> None:
+    """An error of torch named no argument, or memory of the size was asked for."""
+    given = {"B": None, "H": None, "Q_LEN": 8, "KV_LEN": 8, "device": "cpu", name: large}
+    with pytest.raises(ValueError, match=rf"^{name} is {large}; it may be .* (to|up to) 2147"):
+        flashlane.create_block_mask(lambda b, h, i, j: i >= j, **given)
+
+
+def test_a_block_may_be_longer_than_what_it_holds() -> None:
+    found = flashlane.create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, "cpu", BLOCK_SIZE=2**31 - 1)
+    assert found.BLOCK_SIZE == (2**31 - 1, 2**31 - 1) and found.kv_num_blocks.tolist() == [[[1]]]

@@ -146,6 +146,7 @@ def test_split_keys_are_combined_by_a_kernel_that_is_compiled_too() -> None:
     [
         (("--model", "nowhere"), "--model is 'nowhere', which is not there"),
         (("--model", "{bad}"), "which is not valid JSON"),
+        (("--model", "{deep}"), "which is not valid JSON: its brackets are nested too deeply"),
         (("--model", "{empty}"), "which has no hidden_size and no num_attention_heads"),
         (("--model", "{empty}", "--N", "128"), "--model is given together with sizes"),
         (("--N", "128", "--ptx"), "--ptx is given without --out"),
@@ -155,10 +156,11 @@ def test_split_keys_are_combined_by_a_kernel_that_is_compiled_too() -> None:
 def test_bad_input_is_told(invoke: Callable[..., Any], tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     if not words and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    bad, empty = tmp_path / "bad.json", tmp_path / "config.json"
+    bad, empty, deep = tmp_path / "bad.json", tmp_path / "config.json", tmp_path / "deep.json"
     bad.write_text("{")
+    deep.write_text("[" * 200000)
     empty.write_text("{}")
-    given = [word.format(bad=bad, empty=empty) for word in words]
+    given = [word.format(bad=bad, empty=empty, deep=deep) for word in words]
     done = invoke("prebuild", *given, *(("--arch", "sm_90a") if words else ()))
     assert done.exit_code == 2 and message in done.stderr, done.stderr
 

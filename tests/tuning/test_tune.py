@@ -196,7 +196,8 @@ def test_later_runs_add_and_replace():
 @pytest.mark.parametrize(
     "text",
     ["{", "[]", "null", '{"format": "flashlane-tune/0", "entries": {}}', '{"format": "flashlane-tune/1", "entries": 3}',
-     '{"format": "flashlane-tune/1", "entries": {"a": {"tag": "a"}}}'],
+     '{"format": "flashlane-tune/1", "entries": {"a": {"tag": "a"}}}',
+     pytest.param("[" * 200000, id="nested")],
 )  # fmt: skip
 def test_damaged_files_are_ignored_with_a_warning_and_replaced(text):
     stored_file().parent.mkdir(parents=True)

@@ -115,9 +115,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
         import tomllib
     except ImportError as error:  # Python 3.10
         raise ImportError(f"{path}: TOML files need Python 3.11 or newer; give the grid as options") from error
+    o.check_file(path, "GRID.toml")
     try:
-        body = tomllib.loads(o.check_file(path, "GRID.toml").read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is not valid TOML: its brackets are nested too deeply") from None
+    except ValueError as error:  # tomllib has its own, but a number of more digits than Python reads is one of int()
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     table = body.get("sweep")
     if not isinstance(table, dict):

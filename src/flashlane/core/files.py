@@ -1,12 +1,14 @@
-"""Files that are replaced in one step, and what is said when that fails."""
+"""Files that are replaced in one step, and what is said when that, or reading one, fails."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Numbers of an ``OSError`` which say that the disk is full, and not that the input is wrong."""
@@ -48,6 +50,18 @@ def write_atomically(path: Path, text: str | bytes) -> None:
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        ValueError: it is not JSON, or is nested deeper than Python reads, for which json has no error of its own.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
 
 
 def write_named(path: Path, text: str | bytes, option: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 
-from flashlane.core.validate import check_flag, kind_of, whole_number
+from flashlane.core.validate import FARTHEST, MAX_SIZE, check_flag, kind_of, whole_number
 from flashlane.flex import blocks, device_blocks, masks, neighbourhoods, packed, windows
 from flashlane.flex.bind import bind
 from flashlane.flex.bounds import Grid, bounds
@@ -64,8 +64,8 @@ def create_block_mask(
     Raises:
         NotImplementedError: the mask function does what programs do not (the message names the node), or this torch
             has no order of dQ writes.
-        ValueError: a size or a length is negative, a block size is not positive, or a named mask is of another number
-            of batch rows.
+        ValueError: a size or a length is negative, a block size is not positive, one of them exceeds 32 bits, or a
+            named mask is of another number of batch rows.
         TypeError: ``mask_mod`` is no function, or does not return a scalar tensor of bools; a size is no whole number,
             or a flag is neither True nor False.
     """
@@ -81,9 +81,10 @@ def create_block_mask(
         device = torch.device("cuda", torch.cuda.current_device())
     size = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
     size = tuple(map(whole_number, size))
-    if len(size) != 2 or any(type(number) is not int or number < 1 for number in size):
+    if len(size) != 2 or any(type(number) is not int or not 1 <= number <= FARTHEST for number in size):
         raise ValueError(
-            f"BLOCK_SIZE is {BLOCK_SIZE}; it may be a positive number, or one for queries and one for keys"
+            f"BLOCK_SIZE is {BLOCK_SIZE!r}; it may be a positive number, or one for queries and one for keys, of 1 to "
+            f"{FARTHEST}"
         )
     B, H, Q_LEN, KV_LEN = map(whole_number, (B, H, Q_LEN, KV_LEN))
     for name, number in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN)):
@@ -91,8 +92,8 @@ def create_block_mask(
             continue
         if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
             raise TypeError(f"{name} is {number!r}; it must be a whole number")
-        if number < 0:
-            raise ValueError(f"{name} is {number}; it may be 0 or more")
+        if number < 0 or (type(number) is int and number > MAX_SIZE):
+            raise ValueError(f"{name} is {number}; it may be 0 or more, up to {MAX_SIZE}")
     if check_flag("_compile", _compile):
         warnings.warn("_compile=True changes nothing: flashlane's create_block_mask needs no compiler", stacklevel=2)
     lengths, batch_and_heads = (Q_LEN, KV_LEN), (1 if B is None else B, 1 if H is None else H)

@@ -7,7 +7,6 @@ nothing is compiled here for problems that these run.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -20,6 +19,7 @@ import torch
 from flashlane import jit
 from flashlane.core import dispatch
 from flashlane.core.arch import ELEMENTS
+from flashlane.core.files import parse_json
 from flashlane.core.problem import AttentionProblem
 from flashlane.core.registry import CompiledKernel, Kernel
 from flashlane.integrations.transformers import modifiers_of
@@ -173,7 +173,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{given}, which is not there; it may be a config.json or its folder")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{given}, which is not valid JSON: {error}") from None
     config = config.get("text_config") or config if isinstance(config, dict) else config

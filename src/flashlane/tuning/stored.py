@@ -22,7 +22,7 @@ import torch
 
 from flashlane.core import registry
 from flashlane.core.arch import arch_of
-from flashlane.core.files import write_atomically
+from flashlane.core.files import parse_json, write_atomically
 from flashlane.core.problem import FEATURES, AttentionProblem
 from flashlane.core.registry import BackwardKernel
 from flashlane.core.tuned import PLAIN, backward_tag, few_blocks, folder
@@ -153,7 +153,7 @@ def load(path: Path) -> dict[str, Tuned]:
 
 def _read(path: Path) -> tuple[str, str, dict[str, Tuned]]:
     """Device, architecture and every entry of a file, current or not; one of :data:`UNREADABLE` where it is damaged."""
-    body = json.loads(path.read_text(encoding="utf-8"))
+    body = parse_json(path.read_text(encoding="utf-8"))
     if body["format"] != FORMAT:
         raise ValueError(f"its format is {body['format']!r}, not {FORMAT!r}")
     return str(body["device"]), str(body["arch"]), {key: _entry(value) for key, value in body["entries"].items()}

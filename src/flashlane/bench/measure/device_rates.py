@@ -9,7 +9,6 @@ instructions than ``mma.sync``, so that the ceiling of ``mma.sync`` is measured 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from flashlane.bench.measure.results import Row
 from flashlane.bench.measure.timing import Settings, clock_for
+from flashlane.core.files import parse_json
 from flashlane.core.problem import DTYPES, AttentionProblem
 from flashlane.core.registry import Kernel
 
@@ -219,7 +219,7 @@ def read_rates_file(path: Path, device: str) -> DeviceRates:
         ValueError: the file cannot be read, is not such a file, or was measured on another device.
     """
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--ceilings: {path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flashlane.core.files import parse_json
+
 try:
     import fcntl
 except ImportError:  # without it two writers at once are not noticed
@@ -104,7 +106,7 @@ class Journal:
 
     def _parse(self, line: str, number: int) -> dict[str, Any]:
         try:
-            found = json.loads(line)
+            found = parse_json(line)
         except ValueError as error:
             raise self._damaged(number, str(error)) from None
         if not isinstance(found, dict):

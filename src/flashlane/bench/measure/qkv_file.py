@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from flashlane.core.files import NotWritten
+from flashlane.core.files import NotWritten, parse_json
 from flashlane.core.problem import AttentionProblem, Inputs
 
 SINGLE = "qkv"
@@ -186,8 +186,8 @@ def _canonical(path: Path, name: str, sides: Mapping[str, torch.Tensor], layout:
 def _described_calls(path: Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     text = metadata.get("calls", "{}")
     try:
-        described = json.loads(text)
-    except json.JSONDecodeError as error:
+        described = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{path}: metadata calls is not valid JSON: {error}") from None
     if not isinstance(described, dict) or not all(isinstance(facts, dict) for facts in described.values()):
         raise ValueError(f"{path}: metadata calls is {text[:80]!r}; it must be a JSON object of objects")

@@ -22,7 +22,7 @@ from flashlane.bench.measure.check import Verdict
 from flashlane.bench.measure.flops import Direction
 from flashlane.bench.measure.memory import Memory
 from flashlane.bench.measure.timing import PROTOCOLS, Timing
-from flashlane.core.files import write_atomically
+from flashlane.core.files import parse_json, write_atomically
 from flashlane.inspect.compile_report import Usage
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def read_json(path: Path) -> Any:
         ValueError: the file cannot be read, or is not JSON; the message names it.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashlane.bench.present.figure_frame import LIGHT, Theme, new_figure, themed
+from flashlane.core.files import parse_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,5 +63,5 @@ def _duration(milliseconds: float) -> str:
 
 def figure_of(path: Path, theme: Theme = LIGHT) -> Figure:
     """The picture of a results file of the suite."""
-    body = json.loads(path.read_text(encoding="utf-8"))
+    body = parse_json(path.read_text(encoding="utf-8"))
     return e2e_figure(body["rows"], body["environment"], theme=theme)

@@ -23,6 +23,7 @@ from typing import Any
 
 from flashlane.bench.measure.defaults import ALPHA, FLOOR_PERCENT
 from flashlane.bench.measure.results import ERROR, FAIL, FORMAT, finite, not_json
+from flashlane.core.files import parse_json
 
 REPORT_FORMAT = "flashlane-regress/1"
 TRIM = 0.2
@@ -183,8 +184,8 @@ def read(path: Path) -> str:
 def parse(text: str, path: str) -> Run:
     """The run in the text of a results file; ``path`` is for the messages of :func:`load`'s errors."""
     try:
-        body = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        body = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{path!r} {not_json(Path(path), error)}; it must be {WANTED}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
