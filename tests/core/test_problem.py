@@ -109,6 +109,14 @@ BAD = {
     "window part": (tensors, {}, {"window_size": (4.5, 3)}, ValueError, r"window_size is \(4.5, 3\); .* two whole"),
     "causal": (tensors, {}, {"causal": "yes"}, TypeError, "causal is 'yes'; it must be True or False"),
     "deterministic": (tensors, {}, {"deterministic": None}, TypeError, "deterministic is None; it must be True or"),
+    "softcap denormal": (
+        tensors,
+        {},
+        {"softcap": 1e-39},
+        ValueError,
+        "softcap is 1e-39; .* finite, at least 0, and 1.2e-38 if above 0",
+    ),
+    "softcap of f64": (tensors, {}, {"softcap": 1e-300}, ValueError, "softcap is 1e-300; it must be finite"),
     "softcap text": (tensors, {}, {"softcap": "3"}, TypeError, "softcap is '3'; it must be a number"),
     "dropout text": (tensors, {}, {"dropout_p": "0.1"}, TypeError, "dropout_p is '0.1'; it must be a number"),
     "q array": (

@@ -27,6 +27,7 @@ from flashlane.core.longest import within_rows
 from flashlane.core.validate import (
     FARTHEST,
     MAX_HEAD_DIM,
+    SMALLEST_F32,
     VECTOR_BYTES,
     check_cache,
     check_flag,
@@ -464,10 +465,7 @@ def check_call(inputs: Inputs, options: CallOptions, contents: bool = True) -> d
     paged = inputs.block_table is not None
     check_tensors(q, k, v, varlen, paged)
     check_sizes(inputs, varlen, paged)
-    if varlen:
-        batch, seqlen_q, seqlen_k = check_varlen(inputs, contents)
-    else:
-        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    batch, seqlen_q, seqlen_k = check_varlen(inputs, contents) if varlen else (q.shape[0], q.shape[1], k.shape[1])
     capacity = check_cache(inputs, batch, varlen, contents)
     sizes = {"batch": batch, "heads": q.shape[-2], "seqlen_q": seqlen_q, "seqlen_k": seqlen_k if varlen else capacity}
     left, right = window_sides(options.window_size, check_flag("causal", options.causal))
@@ -489,7 +487,7 @@ def check_call(inputs: Inputs, options: CallOptions, contents: bool = True) -> d
         "scale": check_number("scale", q.shape[-1] ** -0.5 if options.scale is None else options.scale),
         "window_left": left,
         "window_right": right,
-        "softcap": check_number("softcap", options.softcap, low=0.0),
+        "softcap": check_number("softcap", options.softcap, low=0.0, least=SMALLEST_F32),
         "dropout_p": dropout_p,
         "varlen": varlen,
         "deterministic": check_flag("deterministic", options.deterministic),

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MAX_HEAD_DIM = 1024
 VECTOR_BYTES = 16
 """The bytes of the widest load; its address is a multiple of them."""
-LARGEST_F32 = torch.finfo(torch.float32).max
-"""The largest number that kernels compute with."""
+LARGEST_F32, SMALLEST_F32 = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+"""The largest number that kernels compute with, and the smallest whose inverse is finite: others are flushed to 0."""
 FARTHEST = 2**31 - 1
 """A side of a window, or a number of rows, that no sequence is longer than; a larger one counts as this."""
 MAX_SIZE = 2**31 - 2**12
@@ -574,8 +574,8 @@ def check_no_gradient(name: str, value: Any, wanted: str = "detach it") -> None:
         raise TypeError(f"{name} is a tensor that requires gradients, and gets none; {wanted}")
 
 
-def check_number(name: str, value: float, low: float = -math.inf, below: float = math.inf) -> float:
-    """A finite number of at least ``low`` and less than ``below``, as a float.
+def check_number(name: str, value: float, low: float = -math.inf, below: float = math.inf, least: float = 0.0) -> float:
+    """A finite number of at least ``low`` and less than ``below``, as a float; above 0 it is at least ``least``.
 
     Raises:
         TypeError: it is no number, or a tensor whose gradient would be lost.
@@ -590,11 +590,10 @@ def check_number(name: str, value: float, low: float = -math.inf, below: float =
         number = math.inf
     except (TypeError, ValueError, RuntimeError):  # a tensor of several, or of a complex number
         raise TypeError(f"{name} is {value!r}; it must be a number") from None
-    if not abs(number) <= LARGEST_F32 or number < low or number >= below:
+    if not abs(number) <= LARGEST_F32 or number < low or number >= below or 0 < number < least:
         beyond = LARGEST_F32 < abs(number) < math.inf
-        bounds = ("finite in f32, at most 3.4e38" if beyond else "finite") + (
-            f", at least {low:g}" if low > -math.inf else ""
-        )
-        bounds += f" and below {below:g}" if below < math.inf else ""
+        bounds = "finite in f32, at most 3.4e38" if beyond else "finite"
+        bounds += f", at least {low:g}" if low > -math.inf else ""
+        bounds += f" and below {below:g}" if below < math.inf else f", and {least:.2g} if above 0" if least else ""
         raise ValueError(f"{name} is {value!r}; it must be {bounds}")
     return number

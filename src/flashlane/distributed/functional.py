@@ -19,6 +19,7 @@ from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import CallOptions, Inputs, check_modifiers
 from flashlane.core.validate import (
+    SMALLEST_F32,
     check_flag,
     check_number,
     check_sizes,
@@ -435,7 +436,7 @@ def _checked_call(
     settings = Settings(
         CallOptions(
             scale=check_number("softmax_scale", scale),
-            softcap=check_number("softcap", options["softcap"], low=0.0),
+            softcap=check_number("softcap", options["softcap"], low=0.0, least=SMALLEST_F32),
             deterministic=deterministic,
         ),
         options["kernel"],

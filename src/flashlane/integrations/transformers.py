@@ -23,7 +23,7 @@ import torch
 
 from flashlane.core import registry
 from flashlane.core.problem import Inputs, wants_grad
-from flashlane.core.validate import check_number, check_strided
+from flashlane.core.validate import SMALLEST_F32, check_number, check_strided
 from flashlane.integrations import transformers_padding as padded
 from flashlane.ops import call as ops
 from flashlane.ops.watched import holds_numbers, is_observed
@@ -88,7 +88,7 @@ def modifiers_of(config: Mapping[str, Any]) -> dict[str, Any]:
         TypeError, ValueError: one is no number, or not one that it may be.
     """
     name = "attn_logit_softcapping"
-    cap = check_number(name, config.get(name) or 0.0, 0.0)
+    cap = check_number(name, config.get(name) or 0.0, 0.0, least=SMALLEST_F32)
     return {"softcap": cap, "sinks": config.get("model_type") in WITH_SINKS}
 
 
