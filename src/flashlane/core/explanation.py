@@ -117,6 +117,8 @@ class Explanation:
         for number, (words, ms) in enumerate(self.configurations[:SHOWN_CONFIGURATIONS]):
             compared = _compared(ms, self.configurations[0][1], 1)
             told = f"predicted {compared}" if number else f"runs, predicted {ms:.3g} ms"
+            if not number and self.problem.chosen_for.batch < self.problem.batch:
+                told += " for one sequence, by which num_splits has it chosen"
             yield textwrap.fill(f"{words}: {told}", ROOM, initial_indent="  ", subsequent_indent="    ")
 
     def _groups(self) -> Iterable[tuple[str, list[str]]]:

@@ -64,7 +64,8 @@ class Decode(DeviceKernel):
         return found
 
     def predicted_configs(self, problem: AttentionProblem) -> list[tuple[str, float]]:
-        found = compared_configs(problem.chosen_for)
+        problem = problem.chosen_for
+        found = compared_configs(problem)
         times = {config.describe(): predicted_time(problem, config) / 1e3 for config in found}
         return sorted(times.items(), key=lambda item: item[1])
 
