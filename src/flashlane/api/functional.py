@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from flashlane.api import kvcache
 from flashlane.core import dispatch
 from flashlane.core.problem import MODIFIERS, TENSORS, CallOptions, Inputs
+from flashlane.core.result import Result
 from flashlane.core.validate import check_flag, check_strided, contiguous, kind_of, whole_number
 from flashlane.ops import call as ops
 
@@ -30,10 +31,6 @@ _FLOATS = (*TENSORS[:3], *MODIFIERS)
 """The arguments of which a gradient could be asked."""
 
 T = TypeVar("T")
-if TYPE_CHECKING:
-    Result = torch.Tensor | Any  # what is returned depends on flags: with a union every caller would have to cast
-else:
-    Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def flash_attn_func(

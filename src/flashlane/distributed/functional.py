@@ -11,13 +11,14 @@ import contextlib
 import itertools
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import CallOptions, Inputs, check_modifiers
+from flashlane.core.result import Result
 from flashlane.core.validate import (
     SMALLEST_F32,
     check_flag,
@@ -52,10 +53,6 @@ METHODS: tuple[Method, ...] = get_args(Method)
 POLLED = True
 """Whether the forward with transport "copies" computes while keys arrive (:mod:`~flashlane.distributed.polled`), for
 the calls that can."""
-if TYPE_CHECKING:
-    Result = torch.Tensor | Any  # what is returned depends on flags: with a union every caller would have to cast
-else:
-    Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def context_parallel_attn_func(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flashlane.core.result import Result
 from flashlane.distributed.comm import Grid, check_rank
 from flashlane.distributed.functional import (
     context_parallel_attn_func,
@@ -21,11 +22,6 @@ from flashlane.distributed.functional import (
     lengths_of,
 )
 from flashlane.distributed.layout import Layout, runs_of
-
-if TYPE_CHECKING:
-    Result = torch.Tensor | Any  # what is returned depends on flags: with a union every caller would have to cast
-else:
-    Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 
 
 def _function(name: str, method: str, layout: Layout, what: str) -> Any:

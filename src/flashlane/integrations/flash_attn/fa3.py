@@ -8,7 +8,7 @@ Dao-AILab/flash-attention, ``hopper``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from flashlane.api import functional
 from flashlane.api.combine import combine
 from flashlane.api.functional import by_callers_names
 from flashlane.api.kvcache import capacity_of, check_length
+from flashlane.core.result import Result
 from flashlane.core.validate import (
     check_cu_seqlens,
     check_dtype,
@@ -40,10 +41,6 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
-if TYPE_CHECKING:
-    Result = torch.Tensor | Any  # what is returned depends on flags: with a union every caller would have to cast
-else:
-    Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 _OF_CACHE = {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "block_table": "page_table"}
 """What ``flash_attn_with_kvcache`` calls arguments of the functions that it calls."""
