@@ -172,3 +172,17 @@ def test_spills_and_no_blocks_stand_out():
 )
 def test_bad_input_is_explained(arguments, words):
     assert words in invoke(*arguments, columns=200, status=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("budget", TAG, "--N", 10**9), "--N is 1000000000; what is explained may have up to 16777216"),
+        (("budget", "hopper", "--direction", "backward", "--N", 8, "--seqlen-k", 10**9), "--seqlen-k is 1000000000"),
+        (("compile", "--tags", TAG, "--N", 10**9), "--N is 1000000000; what is explained may have up to 16777216"),
+        (("explain", "--N", 10**9), "--N is 1000000000; what is explained may have up to 16777216"),
+    ],
+)
+def test_lengths_whose_tiles_take_minutes_are_refused(invoke, words, message) -> None:
+    done = invoke(*words)
+    assert done.exit_code == 2 and message in done.stderr, done.output

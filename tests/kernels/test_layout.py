@@ -238,6 +238,7 @@ def test_xor_row4_swizzle_is_right_for_16_columns_only():
         (lambda: Tile(TileLayout(40, True)), "columns is 40; fragments are 16 wide"),
         (lambda: Tile(TileLayout(64, True), rows=24), "rows is 24"),
         (lambda: Tile(TileLayout(64, True), threads=40), "threads is 40"),
+        (lambda: Tile(TileLayout(64, True), threads=2048), "threads is 2048; .* at most 1024, those of a CTA"),
         (lambda: Tile(TileLayout(1024, True), threads=64), "the 128 chunks of a row"),
     ],
 )

@@ -47,6 +47,7 @@ def budget_command(
     """
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.present.table import make_console
+    from flashlane.core.dispatch import check_explained
     from flashlane.core.registry import CompiledKernel, get, get_backward
     from flashlane.inspect.budget_view import budget_of, print_budgets
     from flashlane.inspect.compile_report import check_arch
@@ -56,6 +57,9 @@ def budget_command(
         chosen = [find(tag) for tag in dict.fromkeys(tags)]
     named = [] if arch == "all" else [check_arch(name) for name in o.archs_of(arch)]
     problems = list(sizes.grid().problems(None, s.shapes_of(on_gpu=True, quick=False)[:1]))
+    with o.named("--N", "seqlen_q"), o.named("--seqlen-k", "seqlen_k"):
+        for problem in problems:
+            check_explained(problem, find is get_backward)
     jobs = [
         (kernel, problem, name)
         for kernel in chosen

@@ -51,6 +51,7 @@ def compile_command(
     from flashlane.bench.measure.progress import Bar
     from flashlane.bench.measure.runner import Selection
     from flashlane.cli.bench import REPORT_ARCH
+    from flashlane.core.dispatch import check_explained
     from flashlane.inspect import compile_report
 
     archs = [compile_report.check_arch(name) for name in o.archs_of(arch)] if arch is not None else []
@@ -75,6 +76,9 @@ def compile_command(
             for grid in sizes.grids()
             for problem in grid.problems(name, shapes)
         ]
+        with o.named("--N", "seqlen_q"), o.named("--seqlen-k", "seqlen_k"):
+            for problem, _ in posed:
+                check_explained(problem, backward=True)
         usages = []
         with Bar(len(posed)) as reporter:
             for problem, name in posed:

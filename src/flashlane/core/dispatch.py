@@ -52,6 +52,13 @@ def select(problem: AttentionProblem, kernel: str | None = None) -> Kernel:
     return best
 
 
+def check_explained(problem: AttentionProblem, backward: bool) -> None:
+    """Raise ValueError for a problem longer than :data:`LONGEST_EXPLAINED`; a backward goes through tiles of keys."""
+    for name, length in (("seqlen_q", problem.seqlen_q), ("seqlen_k", problem.seqlen_k if backward else 0)):
+        if length > LONGEST_EXPLAINED:
+            raise ValueError(f"{name} is {length}; what is explained may have up to {LONGEST_EXPLAINED}")
+
+
 def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_all: bool = False) -> Explanation:
     """Which kernel would run a problem and why each other one would not; of the listed kernels, or of all.
 
@@ -61,9 +68,7 @@ def explain_problem(problem: AttentionProblem, kernel: str | None = None, show_a
     """
     from flashlane.core.explanation import Choice, Explanation
 
-    for name, length in (("seqlen_q", problem.seqlen_q), ("seqlen_k", problem.seqlen_k if problem.needs_grad else 0)):
-        if length > LONGEST_EXPLAINED:
-            raise ValueError(f"{name} is {length}; what is explained may have up to {LONGEST_EXPLAINED}")
+    check_explained(problem, problem.needs_grad)
     if kernel is not None:
         registry.get(kernel)  # what is no tag may be no key of :func:`select` either
     chosen = select(problem, kernel)

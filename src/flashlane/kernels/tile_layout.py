@@ -27,6 +27,7 @@ BANK_BYTES = 4
 FRAGMENT_ROWS = 16
 """Rows that one ``ldmatrix.x4`` reads of a tile."""
 FRAGMENT_COLUMNS = 16
+MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -218,9 +219,10 @@ class Tile:
             raise ValueError(
                 f"columns is {self.layout.columns}; fragments are {FRAGMENT_COLUMNS} wide: a multiple of it"
             )
-        if self.threads % WARP or self.threads < max(WARP, self.layout.chunks):
+        if self.threads % WARP or not max(WARP, self.layout.chunks) <= self.threads <= MOST_THREADS:
             raise ValueError(
-                f"threads is {self.threads}; whole warps, and at least the {self.layout.chunks} chunks of a row"
+                f"threads is {self.threads}; whole warps, at least the {self.layout.chunks} chunks of a row and at "
+                f"most {MOST_THREADS}, those of a CTA"
             )
 
     def accesses(self) -> tuple[Access, ...]:
