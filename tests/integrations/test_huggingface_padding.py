@@ -122,6 +122,22 @@ def test_a_padded_batch_generates_without_a_mask(family: str, cache: str, captur
         assert all(inputs.bias is None for inputs in captured)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_static_caches_lengths_stay_when_generate_makes_its_mask_contiguous(window: int | None) -> None:
+    """generate of transformers 5.24 does, which copies a mask that is expanded over the batch."""
+    functions = transformers.masking_utils
+    function = functions.sliding_window_causal_mask_function(window) if window else functions.causal_mask_function
+    asked = {"batch_size": 2, "q_length": 1, "mask_function": function, "allow_is_causal_skip": False, "device": "cpu"}
+    if window is None:
+        asked |= {"kv_length": 11, "q_offset": torch.tensor(9)}
+    else:  # a full cache of a window, which generate counts by int
+        asked |= {"kv_length": 4, "q_offset": 9, "kv_offset": 6, "local_size": window}
+    found = huggingface.mask(**asked)
+    q, k = torch.zeros(2, 4, 1, 8), torch.zeros(2, 2, asked["kv_length"], 8)
+    ranges = padded.attached(found.contiguous(), q, k)
+    assert ranges is not None and ranges.stop.tolist() == ([10, 10] if window is None else [4, 4])
+
+
 def test_layers_copy_nothing_and_a_model_waits_once(monkeypatch: pytest.MonkeyPatch, waits: list[str]) -> None:
     captured: list[Inputs] = []
     # Without the call itself, which looks at lengths that lie on a CPU.

@@ -281,6 +281,8 @@ def mask(**options: Any) -> torch.Tensor | None:
         return None
     found = _sdpa_mask(options)
     if ranges is not None and found is not None:
+        if options.get("attention_mask") is None and (not ranges.whole or options["q_length"] == 1):
+            found = found.contiguous()  # of a static cache: generate of transformers 5.24 copies an expanded one
         padded.attach(found, ranges)
     return found
 
