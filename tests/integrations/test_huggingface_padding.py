@@ -215,6 +215,21 @@ def test_training_keeps_the_mask(captured: list[Inputs]) -> None:
     assert all(inputs.bias is not None for inputs in captured)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_dropout_draws_the_same_weights_with_and_without_gradients(side: str) -> None:
+    """A reentrant checkpoint runs a layer without them, and again with them."""
+    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.3)
+    model = transformers.BertModel._from_config(config, attn_implementation=huggingface.NAME).train()
+    text, mask = text_of((11, 3, 8), side)
+
+    def run(gradients: bool) -> torch.Tensor:
+        torch.manual_seed(3)
+        with torch.set_grad_enabled(gradients):
+            return model(text, attention_mask=mask)[0][mask.bool()].detach()
+
+    torch.testing.assert_close(run(False), run(True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", ["Bert", "Llama"])

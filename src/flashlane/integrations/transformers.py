@@ -153,6 +153,8 @@ def attention(
         return _packed(query, key, value, s_aux, position_bias, others, options), None
     inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux)
     ranges = padded.attached(attention_mask, query, key) if position_bias is None else None
+    if ranges is not None and dropout and ranges.first is not None:
+        ranges = None  # dropout counts keys from the first of a range: a checkpoint's recomputation would draw others
     if ranges is not None and not wants_grad(inputs):  # keys of a cache have no gradients
         inputs = replace(inputs, seqused_k=ranges.stop, leftpad_k=ranges.first)
         options |= {"causal": ranges.causal, "alignment": ranges.alignment}
