@@ -9,6 +9,7 @@ import torch
 
 import flashlane
 from flashlane.integrations import transformers as huggingface
+from flashlane.integrations import transformers_padding
 
 transformers = pytest.importorskip("transformers")
 TOKENS = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -54,6 +55,58 @@ def test_a_layer_without_a_mask_sees_what_eager_sees(family: str, padded: bool) 
     want = model(**given)[0][seen]
     model.set_attn_implementation(huggingface.NAME)
     torch.testing.assert_close(model(**given)[0][seen], want, rtol=1e-4, atol=1e-5)
+
+
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+LATENT |= {"index_topk": 3, "index_head_dim": 16, "index_n_heads": 2, "mlp_layer_types": ["dense", "dense"]}
+LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["mask", "lengths"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("family", ["DeepseekV32", "GlmMoeDsa"])
+def test_sparse_attention_sees_the_chosen_keys_alone(
+    family: str, padded: bool, lengths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These models put their choice into the mask for "sdpa" and "eager"; others get it as ``indices``."""
+    if lengths:
+        monkeypatch.setattr(transformers_padding, "DEVICES", ("cuda", "cpu"))
+    model = model_of(family, **ENCODER, num_key_value_heads=4, **LATENT)
+    given = given_to(model, padded)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        want = model(**given)[0][given["attention_mask"].bool()]
+        model.set_attn_implementation(huggingface.NAME)
+        torch.testing.assert_close(model(**given)[0][given["attention_mask"].bool()], want, rtol=1e-4, atol=1e-5)
+
+
+def test_chosen_keys_of_every_form_of_mask() -> None:
+    torch.manual_seed(2)
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8)
+    chosen = torch.rand(2, 5, 9).argsort(-1)[..., :4].int()
+    seen = torch.zeros(2, 5, 9, dtype=torch.bool).scatter(-1, chosen.long(), True).unsqueeze(1)
+    early = torch.ones(5, 11, dtype=torch.bool).tril(5)[None, None]
+    module = torch.nn.Module()
+    wants = {None: seen, early: seen & early[..., :9], early.float().log(): seen & early[..., :9]}
+    for mask, want in wants.items():
+        got, _ = huggingface.attention(module, q, k, k, mask, is_causal=False, indices=chosen)
+        exact, _ = huggingface.attention(module, q, k, k, want, is_causal=False)
+        torch.testing.assert_close(got, exact)
+    causal, _ = huggingface.attention(module, q, k[:, :, :5], k[:, :, :5], None, indices=chosen.clamp(max=4))
+    low = torch.zeros(2, 5, 5, dtype=torch.bool).scatter(-1, chosen.clamp(max=4).long(), True).tril().unsqueeze(1)
+    torch.testing.assert_close(causal, huggingface.attention(module, q, k[:, :, :5], k[:, :, :5], low)[0])
+    with pytest.raises(ValueError, match=r"^indices has shape \(2, 9\); it must be \(batch, seqlen_q, n\)"):
+        huggingface.attention(module, q, k, k, None, indices=torch.zeros(2, 9, dtype=torch.int32))
+    packed = {"cu_seq_lens_q": torch.tensor([0, 5]), "indices": chosen[:1]}
+    with pytest.raises(NotImplementedError, match=r"^indices is given with cu_seq_lens_q"):
+        huggingface.attention(module, q[:1], k[:1], k[:1], None, **packed)
+
+
+@pytest.mark.parametrize("name", ["block_indices", "sinks"])
+def test_what_changes_the_result_and_has_no_kernel_is_refused(name: str) -> None:
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match=f"^{name} is given; only set_attn_implementation"):
+        huggingface.attention(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(1, 1, 3, 1)})
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])

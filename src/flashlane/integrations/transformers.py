@@ -46,6 +46,8 @@ _NAMES = {
     "max_seqlen_q": "max_length_q",
     "max_seqlen_k": "max_length_k",
 }
+_TAKEN_ELSEWHERE = {"block_indices": '"sdpa" or "eager"', "sinks": '"eager"'}
+"""Arguments that change the result and have no counterpart here: MiniMax M3's blocks, Inkling 2's sinks of tokens."""
 _BIAS = "_flashlane_bias"
 """The attribute of a mask that keeps it in additive form for the layers after the first."""
 
@@ -129,18 +131,24 @@ def attention(
         position_bias: added to the scores, ``(1 or b, h, sq, sk)``.
         kernel: see :func:`register_transformers`.
         others: further arguments that transformers passes to every implementation, which are ignored; except
-            ``cu_seq_lens_q``, … of packed sequences, which are used where there is no mask.
+            ``cu_seq_lens_q``, … of packed sequences, which are used where there is no mask, and ``indices``
+            ``(b, sq, n)`` of sparse attention (DeepSeek-V3.2), the only keys that each query may see.
 
     Returns:
         The output ``(b, sq, h, dv)``, contiguous, and None in place of the probabilities.
 
     Raises:
-        NotImplementedError: probabilities (``output_attentions``) or a ``head_mask`` are asked for.
+        NotImplementedError: probabilities (``output_attentions``), a ``head_mask``, ``block_indices`` or ``sinks`` of
+            each token are given.
+        TypeError, ValueError: an argument cannot be; the message names it.
     """
     for name in ("output_attentions", "head_mask"):
         wanted = others.get(name)
         if wanted is not None and wanted is not False:
             raise NotImplementedError(f'{name} is given; only set_attn_implementation("eager") has such a thing')
+    for name, takes in _TAKEN_ELSEWHERE.items():
+        if others.get(name) is not None:
+            raise NotImplementedError(f"{name} is given; only set_attn_implementation({takes}) takes it")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "kernel": kernel}
     if attention_mask is None:
@@ -150,7 +158,13 @@ def attention(
         if sliding_window is not None:
             options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
     if attention_mask is None and others.get("cu_seq_lens_q") is not None:
+        if others.get("indices") is not None:
+            raise NotImplementedError(
+                "indices is given with cu_seq_lens_q; chosen keys of packed sequences need a mask"
+            )
         return _packed(query, key, value, s_aux, position_bias, others, options), None
+    if others.get("indices") is not None:
+        attention_mask = _chosen(attention_mask, others["indices"], query, key.shape[2])
     inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux)
     ranges = padded.attached(attention_mask, query, key) if position_bias is None else None
     if ranges is not None and dropout and ranges.first is not None:
@@ -167,6 +181,21 @@ def attention(
         bias = "position_bias + attention_mask"
     out, _ = ops.attend(inputs, names={**_NAMES, "bias": bias}, **options)
     return out.contiguous(), None
+
+
+def _chosen(mask: torch.Tensor | None, indices: torch.Tensor, query: torch.Tensor, seqlen_k: int) -> torch.Tensor:
+    """A mask that also hides all keys but the chosen ones, which models make themselves for ``sdpa`` and ``eager``."""
+    check_strided("indices", indices)
+    if indices.dim() != 3 or indices.shape[:2] != (query.shape[0], query.shape[2]):
+        wanted = f"({query.shape[0]}, {query.shape[2]}, chosen keys)"
+        raise ValueError(f"indices has shape {tuple(indices.shape)}; it must be (batch, seqlen_q, n), {wanted}")
+    seen = torch.zeros(*indices.shape[:2], seqlen_k, dtype=torch.bool, device=indices.device)
+    seen = seen.scatter(-1, indices.long(), True).unsqueeze(1)
+    if mask is None:
+        return seen
+    check_strided("attention_mask", mask)
+    mask = mask[..., :seqlen_k]
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
 PACKED = ("cu_seq_lens_k", "max_length_q", "max_length_k")
