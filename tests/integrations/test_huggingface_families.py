@@ -23,6 +23,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Splinter": ENCODER,
     "BigBirdPegasus": BOTH | {"attention_type": "original_full"},
     "NllbMoe": BOTH | {"num_experts": 4, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    "Doge": DECODER,
+    "Gemma": DECODER | {"head_dim": 8, "use_bidirectional_attention": True},  # as PaliGemma makes it
     "Phimoe": DECODER | {"sliding_window": 4, "num_local_experts": 4},
     "Qwen2Moe": DECODER
     | {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}

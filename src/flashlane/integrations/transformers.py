@@ -46,6 +46,8 @@ _NAMES = {
     "max_seqlen_q": "max_length_q",
     "max_seqlen_k": "max_length_k",
 }
+MASK_READERS = ("doge",)
+"""Types of models whose layers make a mask of their own out of the causal one: without it they would see later keys."""
 _TAKEN_ELSEWHERE = {"block_indices": '"sdpa" or "eager"', "sinks": '"eager"'}
 """Arguments that change the result and have no counterpart here: MiniMax M3's blocks, Inkling 2's sinks of tokens."""
 _BIAS = "_flashlane_bias"
@@ -297,6 +299,8 @@ def mask(**options: Any) -> torch.Tensor | None:
         from transformers import AttentionMaskInterface
 
         return AttentionMaskInterface()["eager"](**options | {name: False for name in _SKIPS if name in options})
+    if _none_is_not_causal(config):
+        options["allow_is_causal_skip"] = False
     ranges = _ranges(options)
     if ranges is not None and ranges.whole:
         options["attention_mask"] = None  # no other function needs to test it again
@@ -316,6 +320,15 @@ def mask(**options: Any) -> torch.Tensor | None:
             found = found.contiguous()  # of a static cache: generate of transformers 5.24 copies an expanded one
         padded.attach(found, ranges)
     return found
+
+
+def _none_is_not_causal(config: Any) -> bool:
+    """Whether a model's layers do not see causally where they get no mask, though its mask function is causal.
+
+    Those of PaliGemma's decoder see both ways then, as ``sdpa``'s do; padded batches and static caches are causal.
+    """
+    both_ways = getattr(config, "use_bidirectional_attention", None) is True
+    return both_ways or getattr(config, "model_type", None) in MASK_READERS
 
 
 def _sdpa_mask(options: dict[str, Any]) -> torch.Tensor | None:
