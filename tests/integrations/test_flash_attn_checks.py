@@ -483,3 +483,24 @@ def test_a_batch_without_rows_is_unpadded() -> None:
         assert rows.shape == (0, 3) and cu_seqlens.tolist() == [0] * (batch + 1) and longest == 0
         assert torch.equal(bert_padding.pad_input(rows, indices, batch, 5), torch.zeros_like(x))
         assert bert_padding.unpad_input_for_concatenated_sequences(x, none)[3] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ((None, torch.arange(3), 1, 3), TypeError, r"^hidden_states is None; it must be a torch\.Tensor"),
+        ((torch.randn(3, 2), [0, 1, 2], 1, 3), TypeError, r"^indices is a list; it must be a torch\.Tensor"),
+        (
+            (torch.randn(3, 2), torch.tensor([0, 1, 5]), 1, 3),
+            ValueError,
+            r"^indices has 0 to 5; each may be 0 to 2, of 3",
+        ),
+        ((torch.randn(3, 2), torch.tensor([-1, 0, 1]), 1, 3), ValueError, r"^indices has -1 to 1; each may be 0 to 2"),
+    ],
+)
+def test_indices_of_rows_are_named(given: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        bert_padding.pad_input(*given)
+    rows, indices = given[:2]
+    with pytest.raises(error, match=message.replace("hidden_states", "values")):
+        bert_padding.index_first_axis(rows, indices)

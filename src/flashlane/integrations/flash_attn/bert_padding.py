@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from flashlane.core.validate import check_strided
+from flashlane.integrations.flash_attn.lengths import readable
 
 __all__ = [
     "index_first_axis",
@@ -20,23 +21,27 @@ __all__ = [
 
 
 def index_first_axis(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of ``(n, …)`` by their indices."""
+    """Rows of ``(n, …)`` by their indices.
+
+    Raises:
+        TypeError, ValueError: an argument is no tensor, or the indices are no whole numbers, or more than the rows.
+    """
+    _check_indices(indices, "values", values, values.shape[0] if isinstance(values, torch.Tensor) else 0)
     return values.index_select(0, indices)
 
 
 def index_first_axis_residual(values: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`index_first_axis`, and the tensor itself."""
-    return values.index_select(0, indices), values
+    return index_first_axis(values, indices), values
 
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
     """``(first_axis_dim, …)`` with rows at their indices and zeros elsewhere.
 
     Raises:
-        TypeError: the indices are no whole numbers.
+        TypeError, ValueError: an argument is no tensor, or the indices are no whole numbers, or more than the rows.
     """
-    if indices.dtype not in (torch.int32, torch.int64):  # a mask would count as rows 0 and 1
-        raise TypeError(f"indices has dtype {indices.dtype}; it must be torch.int64 or torch.int32")
+    _check_indices(indices, "values", values, first_axis_dim)
     return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices.long(), values)
 
 
@@ -96,6 +101,7 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
     """The inverse of :func:`unpad_input`: ``(batch, seqlen, …)``, with zeros elsewhere."""
+    _check_indices(indices, "hidden_states", hidden_states, batch * seqlen)
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
@@ -105,6 +111,18 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
 
 def _longest(lengths: torch.Tensor) -> int:
     return int(lengths.max()) if lengths.numel() else 0
+
+
+def _check_indices(indices: Any, name: str, values: Any, rows: int) -> None:
+    """Check indices of rows, and the tensor called ``name``; the numbers themselves where they are on the CPU."""
+    check_strided(name, values)
+    check_strided("indices", indices)
+    if indices.dtype not in (torch.int32, torch.int64):  # a mask would count as rows 0 and 1
+        raise TypeError(f"indices has dtype {indices.dtype}; it must be torch.int64 or torch.int32")
+    if readable(indices) and indices.numel():
+        first, last = (int(bound) for bound in indices.aminmax())
+        if first < 0 or last >= rows:
+            raise ValueError(f"indices has {first} to {last}; each may be 0 to {rows - 1}, of {rows} rows")
 
 
 def _check_mask(name: str, mask: Any, hidden_states: Any) -> None:
