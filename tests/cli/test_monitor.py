@@ -1,13 +1,15 @@
 """``flashlane monitor`` on machines that are not there."""
 
 import csv
+import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu_fakes
 import pytest
 
+from flashlane.cli import monitor
 from flashlane.inspect import gpu_state
 
 
@@ -15,6 +17,19 @@ from flashlane.inspect import gpu_state
 def invoke(invoke, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     return lambda *words: invoke("monitor", *words)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """What is waited for, in seconds that only waiting takes: a loaded machine would look less often."""
+    now, seen = [0.0], []
+
+    def sleep(seconds):
+        seen.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    return SimpleNamespace(seen=seen, sleep=sleep)
 
 
 def test_nvml_is_read(monkeypatch):
@@ -44,15 +59,16 @@ def test_a_program_that_fails_is_a_reason(monkeypatch, tmp_path):
         gpu_state.states()
 
 
-def test_a_line_for_each_look_then_the_summary_and_the_file(invoke, monkeypatch):
+def test_a_line_for_each_look_then_the_summary_and_the_file(invoke, monkeypatch, waits):
     monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.Nvml())
-    outcome = invoke("--interval", "0.1", "--seconds", "0.35", "--out", "gpu.csv")
+    outcome = invoke("--interval", "0.25", "--seconds", "0.875", "--out", "gpu.csv")
     assert outcome.exit_code == 0, outcome.output
     assert "0 NVIDIA H100 · SM MHz 1100 · mem MHz 2619 · W 350 · °C – · MiB 1024 · busy % 50" in outcome.stdout
     assert "limits: 1980 MHz, 700 W" in outcome.stdout and "slowed by thermal (software)" in outcome.stdout
     rows = list(csv.DictReader(Path("gpu.csv").read_text().splitlines()))
     clocks = [float(row["sm_clock"]) for row in rows]
-    assert len(rows) >= 3 and clocks == sorted(clocks) and clocks[0] == 1100
+    assert [row["seconds"] for row in rows] == ["0.000", "0.250", "0.500", "0.750", "0.875"]
+    assert clocks == [1100, 1300, 1500, 1700, 1900]
     least, _, most = next(line for line in outcome.stdout.splitlines() if line.startswith("SM MHz")).split()[2:]
     assert (float(least), float(most)) == (min(clocks), max(clocks))
 
@@ -69,14 +85,42 @@ def test_a_command_is_run_and_its_status_kept(invoke, monkeypatch):
     assert absent.exit_code == 2 and "COMMAND is 'no-such-command'" in absent.stderr
 
 
-def test_an_interval_delays_neither_the_end_of_the_command_nor_that_of_the_seconds(invoke, monkeypatch):
+def test_an_interval_delays_neither_the_end_of_the_command_nor_that_of_the_seconds(invoke, monkeypatch, waits):
     monkeypatch.setitem(sys.modules, "pynvml", gpu_fakes.Nvml())
-    start = time.monotonic()
-    assert invoke("--interval", "60", "--", sys.executable, "-c", "raise SystemExit(7)").exit_code == 7
-    assert invoke("--interval", "60", "--seconds", "0.3").exit_code == 0
-    endless = invoke("--interval", "60", "--seconds", "0.3", "--", sys.executable, "-c", "import time; time.sleep(60)")
-    assert endless.exit_code == 128 + 15
-    assert time.monotonic() - start < 30
+
+    class Command:
+        """One that ends with status 7 after so many seconds, or at the signal to end."""
+
+        lasts, returncode = 0.0, None
+
+        def __init__(self, words):
+            self.left = self.lasts
+
+        def poll(self):
+            return self.returncode
+
+        def wait(self, seconds=0.0):
+            waits.sleep(min(seconds, self.left))
+            self.left -= min(seconds, self.left)
+            if self.left and self.returncode is None:
+                raise subprocess.TimeoutExpired("command", seconds)
+            self.returncode = 7 if self.returncode is None else self.returncode
+            return self.returncode
+
+        def terminate(self):
+            self.returncode = -15
+
+    monkeypatch.setattr(monitor.subprocess, "Popen", Command)
+    for lasts, words, waited, status in (
+        (2.5, ("--interval", "60", "--", "command"), [2.5], 7),
+        (90.0, ("--interval", "60", "--", "command"), [60, 30], 7),
+        (0.0, ("--interval", "60", "--seconds", "0.25"), [0.25], 0),
+        (1e9, ("--interval", "60", "--seconds", "70.5", "--", "command"), [60, 10.5, 0], 128 + 15),
+    ):
+        waits.seen.clear()
+        monkeypatch.setattr(Command, "lasts", lasts)
+        done = invoke(*words)
+        assert done.exit_code == status and waits.seen == pytest.approx(waited), (done.output, waits.seen)
 
 
 @pytest.mark.parametrize(
