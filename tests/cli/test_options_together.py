@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import time
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -166,20 +167,30 @@ def test_prebuild_does_not_say_that_kernels_are_in_a_cache_that_cannot_be_writte
 
 
 def test_ctrl_c_ends_a_prebuild_without_the_kernels_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
+    compiled, second, given_up = [], threading.Event(), threading.Event()
 
     def compile_one(*job: object) -> None:
-        time.sleep(0.005)
+        if compiled:
+            second.set()
+            assert given_up.wait(timeout=300)
         compiled.append(job)
 
-    monkeypatch.setattr(prebuild.jit, "compile", compile_one)
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait: bool = True, **how: bool) -> None:
+            if wait:  # for the job under way, which else would not end
+                given_up.set()
+            super().shutdown(wait, **how)
+            given_up.set()
 
     def interrupted() -> None:
+        assert second.wait(timeout=300)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(prebuild.jit, "compile", compile_one)
+    monkeypatch.setattr(prebuild, "ThreadPoolExecutor", Pool)
     with pytest.raises(KeyboardInterrupt):
         prebuild.compile_all([(number, "sm_90a") for number in range(500)], interrupted, workers=1)
-    assert len(compiled) < 500
+    assert len(compiled) == 2, "the one that is done, and the one under way, which is waited for"
 
 
 @pytest.mark.slow
