@@ -62,18 +62,38 @@ def lines_of(path):
     return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
 
+HELD = """
+import os, sys, time
+from flashlane.bench.measure.journal import Journal
+from flashlane.cli.entry import main
+
+add = Journal.add
+
+def add_three(journal, *given):
+    if len(journal.records) == 3:
+        os.write(1, b"held\\n")
+        time.sleep(3600)
+    add(journal, *given)
+
+Journal.add = add_three
+sys.argv = ["flashlane", *sys.argv[1:]]
+main()
+"""
+"""A sweep that stops before it writes down its fourth cell: one that runs on can be over before it is killed."""
+
+
 def test_a_killed_sweep_goes_on_with_nothing_lost_or_done_twice(folder):
     journal = folder / "out" / "sweep.jsonl"
-    running = subprocess.Popen(command(), env=child_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 90
-    while len(lines_of(journal)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    held = [sys.executable, "-c", HELD, *command()[3:]]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    running = subprocess.Popen(held, env=child_environment(), **streams)
+    assert b"held\n" in iter(running.stdout.readline, b"")
     worker = [int(pid) for pid in children(running.pid)]
     running.send_signal(signal.SIGKILL)
-    running.wait()
+    running.communicate()
     before = lines_of(journal)
-    assert 3 <= len(before) < 9, "it was to be killed in the middle"
-    gone = time.monotonic() + 10
+    assert len(before) == 4, "it was to be killed in the middle"
+    gone = time.monotonic() + 120
     while any(alive(pid) for pid in worker) and time.monotonic() < gone:
         time.sleep(0.05)
     assert worker and not any(map(alive, worker)), "the worker must not outlive its sweep"
