@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -98,11 +100,26 @@ def test_every_switch_exists_and_is_off(script: ModuleType) -> None:
         assert getattr(module, name) is False
 
 
-def test_a_part_that_does_not_end_is_ended(script: ModuleType, tmp_path: Path) -> None:
-    wait = [sys.executable, "-c", "import time; print('began', flush=True); time.sleep(60)"]
-    found = script.run("bench", [wait, [sys.executable, "-c", "pass"]], tmp_path, 3.0)
+def test_a_part_that_does_not_end_is_ended(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limit is over when the first process has begun and the other one has ended, however long that takes."""
+    sleep, limits = "import time; print('began', flush=True); time.sleep(3600)", []
+
+    class Started(subprocess.Popen):  # type: ignore[type-arg]
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None or sleep not in self.args:
+                return super().wait(None)
+            limits.append(timeout)
+            script._running[-1].wait()
+            while (tmp_path / "bench-0.log").read_text() != "began\n":
+                assert self.poll() is None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(script.subprocess, "Popen", Started)
+    monkeypatch.setattr(script, "_running", [])
+    found = script.run("bench", [[sys.executable, "-c", sleep], [sys.executable, "-c", "pass"]], tmp_path, 3000.0)
     assert found["ok"] is False and found["status"] == ["no end within its limit", 0]
-    assert found["end"][0] == "began\n" and found["seconds"] < 30
+    assert found["end"][0] == "began\n" and 1 <= limits[0] <= 3000
+    assert script._running[0].returncode == -signal.SIGKILL
 
 
 def test_the_tables_have_each_methods_shares(script: ModuleType) -> None:
