@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,9 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> int:
-    """Seeds torch from the test's name, so that a test gives the same numbers alone and among others."""
+    """Seeds torch and random from the test's name, so that a test gives the same numbers alone and among others."""
     value = zlib.crc32(request.node.nodeid.encode())
     torch.manual_seed(value)
+    random.seed(value)
     return value
 
 
