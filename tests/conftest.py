@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -22,6 +23,12 @@ from flashlane.core import registry
 THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 torch.set_num_threads(THREADS)
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))  # of processes that tests start
+# What hypothesis draws is the same each time, and no example fails for the time that it takes, which the machine's load
+# decides. ``pytest --hypothesis-profile=default`` draws other examples each time.
+hypothesis.settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("same")
 MOST_RESERVED = 1 << 30
 """Bytes of a GPU that torch's allocator may keep for the next test."""
 
