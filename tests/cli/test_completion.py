@@ -43,7 +43,9 @@ def environment(tmp_path) -> dict[str, str]:
 def in_shell(shell: str, code: str, environment: dict[str, str], **how: object) -> subprocess.CompletedProcess:
     words = {"zsh": ["zsh", "-f", "-c"], "fish": ["fish", "--no-config", "-c"], "bash": ["bash", "--norc", "-c"]}[shell]
     # The command after it keeps the shell there, so that its name can be asked.
-    return subprocess.run([*words, f"{code}\ntrue"], env=environment, capture_output=True, text=True, timeout=60, **how)
+    return subprocess.run(
+        [*words, f"{code}\ntrue"], env=environment, capture_output=True, text=True, timeout=300, **how
+    )
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -114,7 +116,7 @@ def test_zsh_offers(typed, offered, environment, tmp_path):
         os.close(terminal)
 
 
-def shown_until(terminal: int, words: str, seconds: float = 30.0) -> str:
+def shown_until(terminal: int, words: str, seconds: float = 300.0) -> str:
     """What a terminal shows until the words are there, or the time is over."""
     shown, end = "", time.monotonic() + seconds
     while words not in shown and time.monotonic() < end:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from context_parallel_cases import square_mesh
-from rank_pool import RankPool, first_ranks
+from rank_pool import GROUP_SECONDS, RankPool, first_ranks
 
 from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func
 
@@ -136,7 +136,7 @@ KNOWN = {
 
 def make_another_known_call(change: str, asked: dict[str, Any]) -> str:
     """Rank 1 makes the second of two calls where rank 0 makes the first; the error, or what went wrong."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=GROUP_SECONDS))
     rank = dist.get_rank()
     if rank > 1:
         return ""

@@ -271,7 +271,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_of_its_parent(folder):
     with held:  # as while a thread compiles
         child = os.fork()
         if child == 0:
-            signal.alarm(60)  # ends it where it waits
+            signal.alarm(300)  # ends it where it waits
             with contextlib.suppress(BaseException):
                 os._exit(int(jit.compile(vector_add("fork"), "sm_80").cached))
             os._exit(2)

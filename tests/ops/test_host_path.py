@@ -152,7 +152,7 @@ def test_threads_do_not_share_parameters(either: Launches) -> None:
     """Both launch with the same tensors at one moment: each with its own output and stream."""
     launches, tensors = either, qkv()
     flashlane.flash_attn_func(*tensors)
-    meet = threading.Barrier(2, timeout=20)
+    meet = threading.Barrier(2, timeout=120)
     local = threading.local()
     by_thread: dict[int, list[tuple[int, int]]] = {0: [], 1: []}
     launches.before = meet.wait  # until both have set their parameters
@@ -168,7 +168,7 @@ def test_threads_do_not_share_parameters(either: Launches) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert [len(found) for found in by_thread.values()] == [20, 20]
     launched = list(zip(launches.streams, (params.out for *_, params in launches), strict=True))[1:]
     for number, found in by_thread.items():

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch_forks
 
-START_SECONDS = 120
-JOB_SECONDS = 60
+START_SECONDS = 300
+JOB_SECONDS = 300
 """A job that takes longer is a failure: its processes are ended."""
-GROUP_SECONDS = 30
-"""The timeout of the process groups, after which a rank that waits for a lost one gives up."""
+GROUP_SECONDS = 120
+"""The timeout of the process groups, after which a rank that waits for a lost one gives up.
+
+A rank that imports modules for its first call on a loaded machine keeps the others waiting for many seconds.
+"""
 
 _groups: dict[int, Any] = {}
 

@@ -50,7 +50,7 @@ def test_launches_without_a_kernel_are_compiled_at_the_same_time(active: list[in
     given = []
 
     def compile_it(*call: Any) -> None:
-        together.wait(timeout=30)
+        together.wait(timeout=300)
         given.append(call)
 
     calls = [(a_launch(compile_it), {"number": n}, {"of": n}) for n in range(3)]
@@ -156,7 +156,7 @@ def alive() -> list[threading.Thread]:
     """The threads that run on a moment later."""
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer):
-            thread.join(timeout=30)
+            thread.join(timeout=300)
     return threading.enumerate()
 
 
@@ -175,7 +175,7 @@ def test_a_forward_that_compiles_has_its_backward_compiled(monkeypatch: pytest.M
     with execute.compiling_backward_too(problem, inputs, FORWARD):
         assert not given
         compiler.start_alongside()
-        assert begun.wait(timeout=30)
+        assert begun.wait(timeout=300)
         compiler.start_alongside()
     compiler.start_alongside()
     assert given == [(problem, inputs, FORWARD)], "once, and only inside"
