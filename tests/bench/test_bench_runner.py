@@ -46,7 +46,8 @@ def test_everything_that_runs_on_a_cpu_is_right(dtype, sizes, seed):
         assert row.status == "ok" or (row.tag == "(unfused)" and row.verdict.ratio < 2), row.message
         if row.status == "ok":
             assert row.timing.median > 0 and row.tflops > 0 and row.speedup > 0 and len(row.values) == 3
-    assert max(row.speedup for row in results if row.kind == "peer" and row.timing) == 1.0
+    # Of a peer that is wrong no speed-up counts, though it may be the fastest one.
+    assert max(row.speedup for row in results if row.kind == "peer" and row.status == "ok") == 1.0
     assert {s.tag for s in results.skipped} | {row.tag for row in results} >= {peer.tag for peer in PEERS}
     assert not results.failed
 
