@@ -15,9 +15,9 @@ import torch
 from flashlane.api import kvcache
 from flashlane.core import dispatch
 from flashlane.core.problem import MODIFIERS, TENSORS, CallOptions, Inputs
-from flashlane.core.result import Result
 from flashlane.core.validate import check_flag, check_strided, contiguous, kind_of, whole_number
 from flashlane.ops import call as ops
+from flashlane.ops.call import Result
 
 _NAMES = {"scale": "softmax_scale", "bias": "attn_bias"}
 """What this module's signatures call the validator's arguments."""

@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 import torch
 
 from flashlane.core.arch import DTYPE_NAMES, DTYPES, arch_of
-from flashlane.core.longest import within_rows
 from flashlane.core.validate import (
     FARTHEST,
     MAX_HEAD_DIM,
@@ -42,7 +41,7 @@ from flashlane.core.validate import (
     rows_aligned,
     window_sides,
 )
-from flashlane.core.work import visible_pairs
+from flashlane.core.work import visible_pairs, within_rows
 
 __all__ = [
     "ALIGNMENTS", "DTYPES", "DTYPE_NAMES", "FEATURES", "MAX_HEAD_DIM", "MAX_SPLITS", "VECTOR_BYTES",

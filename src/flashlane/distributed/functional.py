@@ -18,7 +18,6 @@ import torch
 from flashlane.core import registry
 from flashlane.core.arch import compute_dtype
 from flashlane.core.problem import CallOptions, Inputs, check_modifiers
-from flashlane.core.result import Result
 from flashlane.core.validate import (
     SMALLEST_F32,
     check_flag,
@@ -47,6 +46,7 @@ from flashlane.distributed.transport import TRANSPORTS, Place, Transport, place_
 from flashlane.distributed.ulysses import Exchange, Heads, ToHeads, ToTokens
 from flashlane.jit import launch
 from flashlane.ops import torch_rules
+from flashlane.ops.call import Result
 
 Method = Literal["auto", "allgather", "ring", "ulysses", "usp"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashlane.core.result import Result
 from flashlane.distributed.comm import Grid, check_rank
 from flashlane.distributed.functional import (
     context_parallel_attn_func,
@@ -22,6 +21,7 @@ from flashlane.distributed.functional import (
     lengths_of,
 )
 from flashlane.distributed.layout import Layout, runs_of
+from flashlane.ops.call import Result
 
 
 def _function(name: str, method: str, layout: Layout, what: str) -> Any:

@@ -12,7 +12,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
@@ -38,6 +38,11 @@ from flashlane.ops import autograd, call_cache, execute, library, schema, torch_
 from flashlane.ops.call_cache import Results
 from flashlane.ops.watched import is_watched
 
+if TYPE_CHECKING:
+    Result = torch.Tensor | Any  # with a union every caller would have to cast
+else:
+    Result = torch.Tensor | tuple[torch.Tensor | None, ...]
+"""What a function returns whose flags decide it."""
 SEEDS = 2**63 - 1
 """Dropout seeds are drawn from 0 to this."""
 _compiling = torch.compiler.is_dynamo_compiling

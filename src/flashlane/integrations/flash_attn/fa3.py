@@ -16,7 +16,6 @@ from flashlane.api import functional
 from flashlane.api.combine import combine
 from flashlane.api.functional import by_callers_names
 from flashlane.api.kvcache import capacity_of, check_length
-from flashlane.core.result import Result
 from flashlane.core.validate import (
     check_cu_seqlens,
     check_dtype,
@@ -31,6 +30,7 @@ from flashlane.integrations.flash_attn import lengths
 from flashlane.integrations.flash_attn.packed import parts_of
 from flashlane.integrations.flash_attn.qv import joined
 from flashlane.integrations.flash_attn.refusal import refuse
+from flashlane.ops.call import Result
 
 __all__ = [
     "flash_attn_combine",
