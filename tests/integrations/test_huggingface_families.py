@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +129,10 @@ def test_the_name_reaches_t5_where_the_page_says() -> None:
     model = transformers.T5Model._from_config(config, attn_implementation=huggingface.NAME)
     for part in (model, model.encoder, model.decoder):
         assert part.config._attn_implementation == huggingface.NAME
+
+
+def test_layers_of_models_that_are_listed_with_sinks_pass_them() -> None:
+    folder = Path(transformers.__file__).parent / "models"
+    there = [path for name in huggingface.WITH_SINKS for path in folder.glob(f"{name}/modeling_{name}.py")]
+    assert {"gpt_oss"} <= {path.parent.name for path in there}
+    assert not [path for path in there if "s_aux=self.sinks" not in path.read_text(encoding="utf-8")]

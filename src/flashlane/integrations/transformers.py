@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 NAME = "lane_attention"
 MODIFIERS = ("position_bias", "softcap", "s_aux")
 """Arguments of a layer's attention that modify scores."""
-WITH_SINKS = ("gpt_oss",)
-"""Types of models whose layers pass ``s_aux``; no entry of their configuration says so."""
+WITH_SINKS = ("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "openai_privacy_filter")
+"""Types of models of which all layers pass ``s_aux``; no entry of their configuration says so."""
 _NAMES = {
     "q": "query",
     "k": "key",
