@@ -5,13 +5,14 @@
 
 A part stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. NAME is ``kernels`` (the registry),
 ``features`` (the registry next to what other libraries document, benchmarks/scripts/features.json), ``standing`` (where
-the committed results lead and where they trail), ``suite-steps`` (training steps slower than with SDPA), ``drawn`` and
-others of drawn_tables.py (drawn problems), ``first-call`` (what a process's first call takes), ``mma-shapes`` (what the
-mma family's heuristic picks), ``mma-holes`` (where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json
-as the table that its format has. ``bench:FILE/VIEW`` takes another view of it: ``designs`` and ``logs-columns`` of a
-file that ``flashlane bench`` or baseline.py wrote, ``logs`` of that of baseline_logs.py, ``ceilings`` and ``rows`` of
-that of lessons_gpu.py, ``grid`` (or ``grid-backward``, ``grid-both``), ``rows`` and ``targets`` of those of
-hopper_forward.py and hopper_backward.py. A file that is not there leaves a line that says so.
+the committed results lead and where they trail), ``suite-steps`` (training steps slower than with SDPA),
+``chosen-behind`` (peers ahead on chosen problems), ``drawn`` and others of drawn_tables.py (drawn problems),
+``first-call`` (what a process's first call takes), ``mma-shapes`` (what the mma family's heuristic picks),
+``mma-holes`` (where it has no tile that fits), or ``bench:FILE``: benchmarks/FILE.json as the table that its format
+has. ``bench:FILE/VIEW`` takes another view of it: ``designs`` and ``logs-columns`` of a file that ``flashlane bench``
+or baseline.py wrote, ``logs`` of that of baseline_logs.py, ``ceilings`` and ``rows`` of that of lessons_gpu.py,
+``grid`` (or ``grid-backward``, ``grid-both``), ``rows`` and ``targets`` of those of hopper_forward.py and
+hopper_backward.py. A file that is not there leaves a line that says so.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ import drawn_tables
 from baseline_tables import DESIGNS, ROOT
 from markdown_parts import table, wrapped
 from result_tables import bench_tables, standing
-from suite_sentences import slower_steps
+from suite_sentences import behind_on_chosen, slower_steps
 
 MARKED = re.compile(
-    rf"(<!-- (kernels|features|standing|suite-steps|first-call|{'|'.join(drawn_tables.PARTS)}|mma-(?:shapes|holes)|"
+    rf"(<!-- (kernels|features|standing|suite-steps|chosen-behind|first-call|{'|'.join(drawn_tables.PARTS)}|"
+    r"mma-(?:shapes|holes)|"
     r"bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n)"
     r".*?(<!-- \2:end -->)",
     re.DOTALL,
@@ -59,7 +61,7 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
         if f"<!-- {begin}:end -->" not in document:
             raise ValueError(f"{name} has <!-- {begin}:begin --> but no <!-- {begin}:end -->")
         if not MARKED.search(f"<!-- {begin}:begin -->\n<!-- {begin}:end -->"):
-            allowed = "kernels, features, standing, suite-steps, first-call, "
+            allowed = "kernels, features, standing, suite-steps, chosen-behind, first-call, "
             allowed += f"{', '.join(drawn_tables.PARTS)}, mma-shapes, mma-holes or bench:FILE[/VIEW]"
             raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be {allowed}")
 
@@ -72,6 +74,8 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
             body = standing(results)
         elif match[2] == "suite-steps":
             body = slower_steps(results)
+        elif match[2] == "chosen-behind":
+            body = behind_on_chosen(results)
         elif match[2] == "first-call":
             body = first_call(results / "first_call.json")
         elif match[2] in drawn_tables.PARTS:
