@@ -392,6 +392,15 @@ def test_packed_queries_over_a_cache_of_rows() -> None:
         torch.testing.assert_close(mine_lse, want_lse[0])
 
 
+def test_lengths_of_new_keys_are_not_read_where_there_are_none() -> None:
+    """SGLang gives them in every call, and has written the keys to the cache before."""
+    cache, q, used = torch.randn(2, 9, 2, 8), torch.randn(5, 4, 8), torch.tensor([6, 4], dtype=torch.int32)
+    options = {"cache_seqlens": used, "cu_seqlens_q": cumulative([2, 3]), "max_seqlen_q": 3, "causal": True}
+    want = fa3.flash_attn_with_kvcache(q, cache, cache, **options)
+    got = fa3.flash_attn_with_kvcache(q, cache, cache, **options, cu_seqlens_k_new=cumulative([6, 4]))
+    assert torch.equal(got, want)
+
+
 def test_the_third_appends_to_a_cache() -> None:
     cache, q, new = torch.randn(2, 9, 2, 8), torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8)
     used = torch.tensor([3, 5], dtype=torch.int32)
@@ -574,8 +583,9 @@ CU = torch.tensor([0, 4], dtype=torch.int32)
         ],
         *[
             (lambda q, n=name: fa3.flash_attn_with_kvcache(q, q, q, **{n: q}), name)
-            for name in (*OF_FA3, "rotary_seqlens", "cu_seqlens_k_new")
+            for name in (*OF_FA3, "rotary_seqlens")
         ],
+        (lambda q: fa3.flash_attn_with_kvcache(q, q, q, q, q, cu_seqlens_k_new=CU), "cu_seqlens_k_new"),
         (lambda q: fa3.get_scheduler_metadata(1, 4, 4, 2, 2, 8, None, attention_chunk=64), "attention_chunk"),
         (lambda q: fa4.flash_attn_func(q, q, q, mask_mod=max), "mask_mod"),
         (lambda q: fa4.flash_attn_func(q, q, q, score_mod=max), "score_mod"),

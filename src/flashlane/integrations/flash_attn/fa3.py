@@ -2,7 +2,8 @@
 
 ``num_splits`` reaches every call over a cache, and calls of padded keys without gradients. Where keys are packed it
 changes no result there and none here; ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` nowhere do. The descales,
-``attention_chunk`` and ``rotary_seqlens`` raise NotImplementedError. Source of the signatures:
+``attention_chunk`` and ``rotary_seqlens`` raise NotImplementedError, and so does ``cu_seqlens_k_new`` with new keys:
+without them FlashAttention-3 does not read it, and SGLang gives it all the same. Source of the signatures:
 Dao-AILab/flash-attention, ``hopper``.
 """
 
@@ -235,7 +236,7 @@ def flash_attn_with_kvcache(
     first, these are read where they are, and copied otherwise. With ``return_softmax_lse`` it returns (out, lse).
     """
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
-    refuse(rotary_seqlens=rotary_seqlens, cu_seqlens_k_new=cu_seqlens_k_new)
+    refuse(rotary_seqlens=rotary_seqlens, cu_seqlens_k_new=None if k is None else cu_seqlens_k_new)
     for name, value in (("k", k), ("rotary_cos", rotary_cos)):
         if qv is not None and value is not None:
             raise NotImplementedError(f"{name} is given with qv; flashlane takes qv over a cache that holds its keys")
