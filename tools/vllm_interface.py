@@ -6,7 +6,8 @@ FOLDER has vLLM's sources: an unpacked wheel or sdist, so that FOLDER/vllm/v1/at
 and the registry next to it are loaded as they are; whatever else they import of vLLM is a stand-in. Checked are
 
 - that nothing abstract is left, and that each method takes the arguments of the one that it overrides;
-- that the registry gives the class for ``CUSTOM``, and that the class passes ``validate_configuration``;
+- that the registry gives the class for ``CUSTOM``, and that the class passes ``validate_configuration``, but not with
+  what flashlane does not have;
 - batches of prefills, of decoding and of both, over a paged cache, against plain attention: in f32 on the CPU, or in
   bf16 on a GPU, where decoding is also captured in a CUDA graph and replayed with other rows, as vLLM does.
 """
@@ -272,6 +273,18 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
 }
 
+REFUSED = (
+    "use_mla",
+    "use_sparse",
+    "use_mm_prefix",
+    "use_per_head_quant_scales",
+    "use_batch_invariant",
+    "use_pcp",
+    "use_dcp",
+    "use_rswa",
+)
+"""What vLLM must hear from the backend's properties that flashlane does not have."""
+
 
 def problems(folder: Path, where: Place, errors: dict[str, float]) -> Iterator[str]:
     """What is wrong, a sentence each; what was found right is printed. The batches' errors go to a dictionary."""
@@ -287,8 +300,11 @@ def problems(folder: Path, where: Place, errors: dict[str, float]) -> Iterator[s
     asked = inspect.signature(backend.validate_configuration).parameters
     given = {"head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "has_sink": True}
     given |= {"device_capability": (9, 0), "attn_type": "decoder"}
-    reasons = backend.validate_configuration(**{key: given.get(key, False) for key in asked})
-    yield from (f"vLLM would not take the backend: {reason}" for reason in reasons)
+    plain = {key: given.get(key, False) for key in asked}
+    yield from (f"vLLM would not take the backend: {reason}" for reason in backend.validate_configuration(**plain))
+    for name in REFUSED:
+        if name in plain and not backend.validate_configuration(**(plain | {name: True})):
+            yield f"vLLM would take the backend with {name}, for which it has nothing"
     runs: dict[str, Callable[[], float]] = {
         title: lambda options=options: run(backend, where, options) for title, options in CASES.items()
     }

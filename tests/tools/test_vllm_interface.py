@@ -181,6 +181,7 @@ def test_on_a_gpu_decoding_is_captured_in_a_graph_too(tmp_path: Path) -> None:
             "is a classmethod",
         ),
         ("def supports_sink(cls):\n        return False", "def sinks(cls):\n        return False", ""),
+        ("has_sink, device", "has_sink, use_dcp, device", "vLLM would take the backend with use_dcp"),
     ],
 )
 def test_an_interface_that_changed_is_seen(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -193,7 +194,7 @@ def test_wrong_numbers_are_seen(tmp_path: Path) -> None:
     broken = """
 from flashlane.integrations.vllm import backend
 store = backend._store
-backend._store = lambda k, v, new_k, new_v, slots: store(k, v, new_k, new_v, slots.roll(1))
+backend._store = lambda k, v, new_k, new_v, places: store(k, v, new_k, new_v, tuple(t.roll(1) for t in places))
 errors = {}
 wrong = list(tool.problems(folder, tool.PLACES["cpu"], errors))
 assert len(errors) == 8 and max(errors.values()) > 0.1, errors
@@ -202,6 +203,38 @@ sys.exit(len(wrong))
     hook = "sys.meta_path.insert(0, tool.Finder(folder))"
     rc, said = run(package(tmp_path), hook, broken)
     assert rc >= len("abcdef"), said
+
+
+def test_layers_share_the_places_of_a_batch_but_where_a_graph_follows_its_slots(tmp_path: Path) -> None:
+    code = """
+import torch
+sys.meta_path.insert(0, tool.Finder(folder))
+from flashlane.integrations.vllm import backend
+from vllm.v1.attention.backend import CommonAttentionMetadata
+whole, calls = backend._places, []
+backend._places = lambda slots, size: calls.append(size) or whole(slots, size)
+layers = [backend.FlashlaneImpl(2, 16, 0.25, 1) for _ in range(3)]
+builder = backend.FlashlaneMetadataBuilder(None, ["layer"], None, torch.device("cpu"))
+for lengths, found in ((3, 1), 1), ((1, 1), 3):
+    calls.clear()
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    slots = torch.cat([16 * (each + 1) + torch.arange(n) for each, n in enumerate(lengths)])
+    table, seen = torch.tensor([[1], [2]]).int(), starts.diff().int()
+    given = CommonAttentionMetadata(starts, starts, seen, 2, len(slots), max(lengths), max(lengths), table, slots)
+    batch = builder.build(0, given)
+    for layer in layers:
+        q, k, v = (torch.randn(len(slots), heads, 16) for heads in (2, 1, 1))
+        cache = torch.full((3, 1, 16, 32), torch.nan)
+        layer.forward(None, q, k, v, cache, batch, torch.empty(len(slots), 32))
+        rows = cache[:, 0].flatten(0, 1)
+        assert torch.equal(rows[slots], torch.cat([k, v], -1)[:, 0]) and rows.isfinite().all(1).sum() == len(slots)
+        if max(lengths) == 1:
+            slots += 1
+            seen += 1
+    assert len(calls) == found, calls
+"""
+    rc, said = run(package(tmp_path), code)
+    assert rc == 0, said
 
 
 def test_another_packages_backend_stays_and_plugin_says_so(tmp_path: Path) -> None:

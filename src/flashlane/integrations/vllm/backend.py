@@ -47,6 +47,9 @@ class FlashlaneMetadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool
+    places: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Block and row of each token, which the first layer that writes finds for the others. None in batches of one query
+    a request: a CUDA graph may hold these, and its replays must follow the slots."""
 
 
 class FlashlaneMetadataBuilder(AttentionMetadataBuilder[FlashlaneMetadata]):
@@ -209,7 +212,12 @@ class FlashlaneImpl(AttentionImpl[FlashlaneMetadata]):
             return output
         k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         if self.writes and key is not None:
-            _store(k_cache, v_cache, key[:tokens], value[:tokens], attn_metadata.slot_mapping[:tokens])
+            places = attn_metadata.places
+            if places is None:
+                places = _places(attn_metadata.slot_mapping[:tokens], k_cache.shape[1])
+                if attn_metadata.longest_query != 1:
+                    attn_metadata.places = places
+            _store(k_cache, v_cache, key[:tokens], value[:tokens], places)
         if attn_metadata.longest_query == 1:
             requests = attn_metadata.seq_lens.shape[0]
             out[:requests].copy_(self._decode(q[:requests], k_cache, v_cache, attn_metadata))
@@ -271,10 +279,19 @@ class FlashlaneImpl(AttentionImpl[FlashlaneMetadata]):
         }
 
 
-def _store(k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write rows to their slots in pages ``(blocks, block_size, h, d)``; rows without one go to the null block."""
-    size = k_cache.shape[1]
+def _places(slots: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block and row of slots in blocks of so many rows; the first row of the null block for a row without a slot."""
     slots = slots.clamp(min=0)
-    where = (slots // size, slots % size)
-    k_cache.index_put_(where, k.to(k_cache.dtype))
-    v_cache.index_put_(where, v.to(v_cache.dtype))
+    return slots // size, slots % size
+
+
+def _store(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    places: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Write rows to their places in pages ``(blocks, block_size, h, d)``."""
+    k_cache.index_put_(places, k.to(k_cache.dtype))
+    v_cache.index_put_(places, v.to(v_cache.dtype))
