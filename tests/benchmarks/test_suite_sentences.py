@@ -42,8 +42,8 @@ def test_chosen_problems_in_which_a_peer_is_ahead_are_listed(tmp_path: Path, mon
     (tmp_path / "hopper_backward.json").write_text(json.dumps({"rows": rows}))
     told = " ".join(tables.behind_on_chosen(tmp_path).split())
     assert told == (
-        "- Of 2 backwards that we chose ([table](hopper-backward.md)), a peer (FlashAttention-4) is ahead in 1 under one "
-        "protocol or both: a (1.20 flushed and 0.90 steady)."
+        "- Of 2 backwards that we chose ([table](hopper-backward.md)), a peer (FlashAttention-4) is ahead in 1 under "
+        "one protocol or both: a (1.20 flushed and 0.90 steady)."
     )
     (tmp_path / "hopper_forward.json").write_text(json.dumps({"rows": [row("d", 1.1, 1.1)]}))
     assert tables.behind_on_chosen(tmp_path).startswith("- Of 1 forwards that we chose")
