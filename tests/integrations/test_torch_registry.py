@@ -327,6 +327,37 @@ def test_the_flash_backend_can_be_preferred_later() -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu", "flash_last")
+def test_varlen_attn_takes_the_flash_operator_while_that_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.14 takes cuDNN for long packed sequences on Hopper, whatever the order of SDPA's backends is."""
+    monkeypatch.setattr(varlen, "_can_use_cudnn", lambda *args, **kwargs: True, raising=False)
+    monkeypatch.setattr(registry, "_register", lambda: registry.Handle("CPU"))
+    original, q, cu = varlen._can_use_cudnn, torch.randn(400, 2, 16, requires_grad=True), packed(200, 200)
+    registry.enable(prefer=False)
+    assert varlen._can_use_cudnn is original
+    with registry.enabled():
+        out = varlen.varlen_attn(q, q, q, cu, cu, 200, 200)
+        found = torch.autograd.grad(out.sum(), q)[0]
+    assert varlen._can_use_cudnn is original and not registry._varlen_before
+    want = one_by_one(q, q, q, [200, 200], [200, 200])
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(found, torch.autograd.grad(want.sum(), q)[0])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("asked", [False, True])
+def test_varlen_attn_with_an_order_of_its_own_tries_flash_first(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later versions of torch try cuDNN first, but for ``sdpa_kernel(..., set_priority=True)``, which stays."""
+    flash, cudnn = int(SDPBackend.FLASH_ATTENTION), int(SDPBackend.CUDNN_ATTENTION)
+    monkeypatch.setattr(varlen, "_is_sdp_priority_order_active", lambda: asked, raising=False)
+    monkeypatch.setattr(varlen, "_get_sdp_priority_order", lambda: [cudnn, flash], raising=False)
+    original = varlen._get_sdp_priority_order
+    with registry.enabled():
+        monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: [cudnn, 2, flash, 0])
+        assert varlen._get_sdp_priority_order() == ([cudnn, 2, flash, 0] if asked else [flash, cudnn])
+    assert varlen._get_sdp_priority_order is original
+
+
+@pytest.mark.usefixtures("as_on_a_gpu", "flash_last")
 @pytest.mark.parametrize("where", ["_register", "_let_torch_order"])
 def test_nothing_stays_after_an_error(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
@@ -409,15 +440,16 @@ def test_modules_of_torch_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_gpu")
-def test_packed_sequences_on_a_gpu() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_on_a_gpu(causal: bool) -> None:
     q, k, v = (torch.randn(900, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     cu, lengths = packed(500, 0, 400).cuda(), [500, 0, 400]
 
     def call() -> torch.Tensor:
-        return varlen.varlen_attn(q, k, v, cu, cu, 500, 500, window_size=(-1, 0))
+        return varlen.varlen_attn(q, k, v, cu, cu, 500, 500, window_size=(-1, 0 if causal else -1))
 
     assert ours_ran(call)
-    out, want = call(), one_by_one(q, k, v, lengths, lengths, causal=True)
+    out, want = call(), one_by_one(q, k, v, lengths, lengths, causal=causal)
     torch.testing.assert_close(out, want, rtol=2e-2, atol=1e-2)
     do = torch.randn_like(out)
     for mine, right in zip(

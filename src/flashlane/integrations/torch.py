@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, varlen
 from torch.nn.attention.bias import CausalVariant
 
 from flashlane.api import functional
@@ -48,8 +48,8 @@ def enable(*, prefer: bool = True) -> None:
     again. Where flashlane is active already, ``prefer`` still takes effect.
 
     Args:
-        prefer: also make SDPA try its flash backend first: on Hopper, recent versions of torch try cuDNN first. A
-            backend that is disabled (``sdpa_kernel``, ``torch.backends.cuda``) stays disabled.
+        prefer: also make SDPA try its flash backend first, and ``varlen_attn``: on Hopper, recent versions of torch try
+            cuDNN first. A backend that is disabled (``sdpa_kernel``, ``torch.backends.cuda``) stays disabled.
 
     Raises:
         RuntimeError: torch finds no CUDA device; its registry has operators for CUDA only.
@@ -222,6 +222,8 @@ FLASH_ALIGNMENT = 8
 """torch pads head dims to a multiple of it before its flash backend gets them."""
 _order_before: list[list[int]] = []
 """torch's order of SDPA's backends before :func:`enable`, if that changed it."""
+_varlen_before: dict[str, Callable[..., Any]] = {}
+"""The functions of torch's varlen module that :func:`enable` replaced, by name."""
 _replaced: str | None = None
 """The implementation of torch's registry that :func:`enable` deactivated."""
 
@@ -248,6 +250,28 @@ def _prefer_flash() -> None:
     first = int(SDPBackend.FLASH_ATTENTION)
     torch._C._set_sdp_priority_order([first, *(backend for backend in before if backend != first)])
     _order_before.append(before)
+    _prefer_flash_in_varlen()
+
+
+def _prefer_flash_in_varlen() -> None:
+    """Make ``varlen_attn`` take its flash operator, where torch has a choice.
+
+    Since torch 2.14 it takes cuDNN for long sequences on Hopper, whatever SDPA's order is: that version asks
+    ``_can_use_cudnn`` alone, and later ones follow SDPA's order only within ``sdpa_kernel(..., set_priority=True)``.
+    The LSE of both operators has one layout, so that the backward of either takes the forward's of the other.
+    """
+    follows_order = getattr(varlen, "_is_sdp_priority_order_active", None)
+    flash_first = [int(SDPBackend.FLASH_ATTENTION), int(SDPBackend.CUDNN_ATTENTION)]
+    if follows_order is None:
+        name, function = "_can_use_cudnn", lambda *args, **kwargs: False
+    else:
+        name = "_get_sdp_priority_order"
+        function = torch.compiler.assume_constant_result(
+            lambda: torch._C._get_sdp_priority_order() if follows_order() else flash_first
+        )
+    if hasattr(varlen, name):
+        _varlen_before[name] = getattr(varlen, name)
+        setattr(varlen, name, function)
 
 
 def _let_torch_order() -> None:
@@ -259,6 +283,8 @@ def _let_torch_order() -> None:
 def _restore_order() -> None:
     if _order_before:
         torch._C._set_sdp_priority_order(_order_before.pop())
+    while _varlen_before:
+        setattr(varlen, *_varlen_before.popitem())
 
 
 # --- the operators ---
