@@ -136,3 +136,10 @@ def test_layers_of_models_that_are_listed_with_sinks_pass_them() -> None:
     there = [path for name in huggingface.WITH_SINKS for path in folder.glob(f"{name}/modeling_{name}.py")]
     assert {"gpt_oss"} <= {path.parent.name for path in there}
     assert not [path for path in there if "s_aux=self.sinks" not in path.read_text(encoding="utf-8")]
+
+
+def test_all_models_whose_layers_pass_sinks_are_listed() -> None:
+    """But Mimo's, of which only the layers with windows do."""
+    models = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    found = {path.parent.name for path in models if "s_aux=self.sinks" in path.read_text(encoding="utf-8")}
+    assert found - {"mimo_v2_flash"} <= {name.removesuffix("_text") for name in huggingface.WITH_SINKS}

@@ -32,7 +32,16 @@ _log = logging.getLogger(__name__)
 NAME = "lane_attention"
 MODIFIERS = ("position_bias", "softcap", "s_aux")
 """Arguments of a layer's attention that modify scores."""
-WITH_SINKS = ("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "openai_privacy_filter")
+WITH_SINKS = (
+    "deepseek_v4",
+    "flint",
+    "gpt_oss",
+    "granite_swa",
+    "granitemoe_swa",
+    "hy_v4",
+    "hy_v4_vl_text",
+    "openai_privacy_filter",
+)
 """Types of models of which all layers pass ``s_aux``; no entry of their configuration says so."""
 _NAMES = {
     "q": "query",
