@@ -17,16 +17,17 @@ bindings = pytest.importorskip("cuda.bindings.driver")
 
 def test_numbers_are_those_of_the_bindings() -> None:
     of_function, of_device = bindings.CUfunction_attribute, bindings.CUdevice_attribute
+    of_types, of_swizzles = bindings.CUtensorMapDataType, bindings.CUtensorMapSwizzle  # no subscripts: 13.5 has none
     names = ("MAX_THREADS_PER_BLOCK", "SHARED_SIZE_BYTES", "LOCAL_SIZE_BYTES", "NUM_REGS")
     for name in (*names, "MAX_DYNAMIC_SHARED_SIZE_BYTES"):
         assert getattr(driver, name) == getattr(of_function, f"CU_FUNC_ATTRIBUTE_{name}")
     name = "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"
     assert getattr(driver, name) == getattr(of_device, f"CU_DEVICE_ATTRIBUTE_{name}")
     names = {"f16": "FLOAT16", "bf16": "BFLOAT16", "f32": "FLOAT32"}
-    types = {name: bindings.CUtensorMapDataType[f"CU_TENSOR_MAP_DATA_TYPE_{long}"] for name, long in names.items()}
+    types = {name: getattr(of_types, f"CU_TENSOR_MAP_DATA_TYPE_{long}") for name, long in names.items()}
     assert types == driver.DATA_TYPES
     names = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
-    swizzles = {size: bindings.CUtensorMapSwizzle[f"CU_TENSOR_MAP_SWIZZLE_{name}"] for size, name in names.items()}
+    swizzles = {size: getattr(of_swizzles, f"CU_TENSOR_MAP_SWIZZLE_{name}") for size, name in names.items()}
     assert swizzles == driver.SWIZZLES
     assert bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B == driver.L2_256B
     assert bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE == 0
