@@ -174,7 +174,7 @@ for kernel in registry.kernels():
     type(kernel).forward = noted
 built = generation.generate(Setup(torch.device("cpu"), small=True))
 model = built.run.__self__.model
-for implementation_name, ours in (("paged|sdpa", False), (f"paged|{name}", True)):
+for implementation_name, ours in ((generation.paged("sdpa"), False), (generation.paged(name), True)):
     ran.clear()
     with implementation(model, implementation_name):
         seconds = built.run()

@@ -7,6 +7,7 @@ under the module names of the latter.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,14 @@ def ours_in_transformers() -> str | None:
     return None
 
 
+def paged(name: str) -> str:
+    """The name under which continuous batching runs an implementation: transformers 5.24 has no prefix any more."""
+    from transformers import AttentionInterface
+
+    prefixed = f"paged|{name}"
+    return prefixed if prefixed in AttentionInterface() else name
+
+
 @dataclass
 class _Serving:
     """Requests to a model, and its latest answers."""
@@ -60,9 +69,12 @@ class _Serving:
 
         longest = max(map(len, self.prompts)) + self.new_tokens
         blocks = sum(-(-longest // 256) for _ in self.prompts) + 1
+        named = "auto_switch_to_flash"  # transformers 5.24 runs FlashAttention in the place of SDPA, which is ours here
+        as_named = {named: False} if named in inspect.signature(ContinuousBatchingConfig).parameters else {}
         whole = ContinuousBatchingConfig(
-            max_batch_tokens=max(256, sum(map(len, self.prompts))), num_blocks=blocks, allow_block_sharing=False
-        )
+            max_batch_tokens=max(256, sum(map(len, self.prompts))), num_blocks=blocks, allow_block_sharing=False,
+            **as_named,
+        )  # fmt: skip
         options = GenerationConfig(max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
         answers = self.model.generate_batch(
             inputs=self.prompts, generation_config=options, continuous_batching_config=whole, record_timestamps=True
@@ -101,11 +113,11 @@ def generate(setup: Setup) -> Served:
     ids = torch.Generator().manual_seed(setup.seed)
     prompts = [torch.randint(1, VOCABULARY, (length,), generator=ids).tolist() for length in lengths]
     serving = _Serving(model, prompts, new_tokens)
-    attentions: dict[str, Attention] = {DEFAULT: lambda: implementation(model, "paged|sdpa")}
+    attentions: dict[str, Attention] = {DEFAULT: lambda: implementation(model, paged("sdpa"))}
     if setup.device.type == "cuda":
         for tag in filter(installed, PACKAGES):
-            attentions[tag] = lambda version=tag[-1]: implementation(model, f"paged|flash_attention_{version}")
+            attentions[tag] = lambda version=tag[-1]: implementation(model, paged(f"flash_attention_{version}"))
     if name is not None:
-        attentions[OURS] = lambda: implementation(model, f"paged|{name}")
+        attentions[OURS] = lambda: implementation(model, paged(name))
     tokens = {PREFILL: sum(lengths), DECODE: count * (new_tokens - 1)}
     return Served(serving.run, attentions, tokens, serving.check, WORST)
