@@ -42,7 +42,7 @@ def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis
         TypeError, ValueError: an argument is no tensor, or the indices are no whole numbers, or more than the rows.
     """
     _check_indices(indices, "values", values, first_axis_dim)
-    return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices.long(), values)
+    return _put(values, indices, first_axis_dim)
 
 
 def unpad_input(
@@ -102,7 +102,7 @@ def unpad_input_for_concatenated_sequences(
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
     """The inverse of :func:`unpad_input`: ``(batch, seqlen, …)``, with zeros elsewhere."""
     _check_indices(indices, "hidden_states", hidden_states, batch * seqlen)
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    return _put(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
 def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
@@ -111,6 +111,11 @@ def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
 
 def _longest(lengths: torch.Tensor) -> int:
     return int(lengths.max()) if lengths.numel() else 0
+
+
+def _put(values: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
+    """So many rows, of zeros but at checked indices."""
+    return values.new_zeros((rows, *values.shape[1:])).index_copy(0, indices.long(), values)
 
 
 def _check_indices(indices: Any, name: str, values: Any, rows: int) -> None:
