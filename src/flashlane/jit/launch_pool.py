@@ -314,13 +314,13 @@ class Pool(Generic[B]):
     blocks that are always ready. Each step on its containers is one operation of a dict or a list, which the
     interpreter does not divide.
 
-    Args:
-        make: makes a block; the key is that of the call which needs it, ``()`` without keys.
-        kept: how many keys may have an idle block. As many more may lie ready without one.
-
     A key that no call had before takes the block that is unused longest, but for the first few. The key that loses it
     is remembered, among as many as are kept, and gets a block of its own when a call has it again. So a pool has as
     many blocks as there are keys that recur.
+
+    Args:
+        make: makes a block; the key is that of the call which needs it, ``()`` without keys.
+        kept: how many keys may have an idle block. As many more may lie ready without one.
     """
 
     def __init__(self, make: Callable[[Any], B], kept: int = BLOCKS_KEPT) -> None:
@@ -353,7 +353,8 @@ class Pool(Generic[B]):
 
     def _another(self, key: Any) -> B:
         block, evicted = None, self._evicted
-        recurs = evicted.pop(key, self) is None
+        recurs = key in evicted
+        evicted.pop(key, None)
         try:  # contextlib.suppress takes as long as the move of two maps
             if self.spare:
                 block = self.spare.pop()
