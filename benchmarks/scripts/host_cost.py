@@ -98,7 +98,7 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 def ours(inputs: Inputs, grad: Inputs, kernel: str | None, name: str) -> Iterator[tuple[Cost, Call, Context]]:
     """The ways into a kernel of ours, causal."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    asked = (None, True, "bottom-right", [-1, -1], 0.0, 0.0, False, False, kernel)
+    asked = (None, True, False, [-1, -1], "bottom-right", 0.0, 0.0, False, kernel)
     operands = schema.operands(inputs, CallOptions(causal=True), False, kernel)
     passed = asked if kernel else asked[:2]  # a compiled graph leaves off the last ones that have their defaults
     operator = torch.ops.flashlane.forward.default

@@ -195,7 +195,7 @@ def test_gradients_and_the_operator_go_the_short_way_too(launches: Launches, mon
     wanting = [[t.clone().requires_grad_() for t in tensors] for tensors in (first, second)]
 
     def ways(wants: bool) -> list[tuple[tuple, dict]]:
-        whole = (None, True, "bottom-right", [-1, -1], 0.0, 0.0, False, wants, HOPPER.tag, *[None] * 12)
+        whole = (None, True, wants, [-1, -1], "bottom-right", 0.0, 0.0, False, HOPPER.tag, *[None] * 12)
         return [(whole, {}), ((), {"causal": True, "needs_grad": wants})]
 
     for tensors, wants in ((first, False), (wanting[0], True)):

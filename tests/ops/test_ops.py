@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from problems import gradients
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -170,8 +174,42 @@ def test_a_compiled_graph_passes_no_trailing_defaults() -> None:
     call = torch.compile(flashlane.flash_attn_func, backend=backend)
     call(inputs.q, inputs.k, inputs.v, causal=True).sum().backward()
     forward = schema.POSITION["needs_grad"] + 1
+    assert forward == 6
     extras = len(schema.BACKWARD_EXTRAS)
     assert seen == {"flashlane.forward.default": forward, "flashlane.backward.default": extras + forward}
+
+
+def test_inductor_passes_no_defaults_either() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("Inductor needs a compiler of C++")
+    call = torch.compile(lambda *tensors: flashlane.flash_attn_func(*tensors, causal=True))
+    inputs = leaves(dtype=torch.float32)
+    _, codes = run_and_get_code(
+        lambda: torch.autograd.backward(out := call(inputs.q, inputs.k, inputs.v), out.detach())
+    )
+    calls = [words for code in codes for words in re.findall(r"ops\.flashlane\.\w+\.default\((.*)\)", code)]
+    forward = schema.POSITION["needs_grad"] + 1
+    assert [len(words.split(", ")) for words in calls] == [forward, len(schema.BACKWARD_EXTRAS) + forward]
+
+
+def test_guards_of_a_compiled_call_are_few() -> None:
+    """Torch checks all of them at every call; loops over the tables of arguments made them 222 and 231."""
+    counts: list[int] = []
+
+    def keep_all(guards: Sequence[Any]) -> list[bool]:
+        counts.append(len(guards))
+        return [True] * len(guards)
+
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return flashlane.flash_attn_func(q, k, v, causal=True)
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> Any:
+        return flashlane.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True)
+
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    for function, tensors in ((dense, torch.randn(3, 2, 9, 4, 8)), (packed, [*torch.randn(3, 9, 4, 8), ends])):
+        torch.compile(function, backend="eager", options={"guard_filter_fn": keep_all})(*tensors)
+    assert len(counts) == 2 and max(counts) < 150
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -427,7 +465,7 @@ def test_the_operator_has_defaults_under_every_transform() -> None:
     """The dispatcher leaves trailing defaults off, so that every Python kernel of ours sees fewer arguments."""
     q, k, v = (torch.randn(2, 9, 2, 16) for _ in range(3))
     short = torch.ops.flashlane.forward
-    defaults = (None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *[None] * 12)
+    defaults = (None, False, False, [-1, -1], "bottom-right", 0.0, 0.0, False, None, *[None] * 12)
     want = short(q, k, v, *defaults)
     torch.testing.assert_close(short(q, k, v), want)
     torch.testing.assert_close(

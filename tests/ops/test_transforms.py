@@ -205,7 +205,7 @@ def test_autocast_casts_q_k_v_as_torchs_attention_does(compiled: bool) -> None:
 def test_autocast_reaches_the_operator_and_not_into_the_kernel() -> None:
     q, k, v = qkv(torch.float32, grad=False)
     wide = qkv(grad=False)
-    tail = (None, False, "top-left", [-1, -1], 0.0, 0.0, False, False, "reference", *[None] * 12)
+    tail = (None, False, False, [-1, -1], "top-left", 0.0, 0.0, False, "reference", *[None] * 12)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.ops.flashlane.forward(q, k, v, *tail)[0].dtype == torch.bfloat16
         # f64 is not cast, by torch's rule, and what computes it must not be cast either
@@ -396,7 +396,7 @@ def test_inference_mode_takes_leaves_and_wants_no_gradient() -> None:
     with torch.inference_mode():
         out = flashlane.flash_attn_func(q, k, v)
         through = torch.ops.flashlane.forward(
-            q, k, v, None, False, "bottom-right", [-1, -1], 0.0, 0.0, False, False, None, *[None] * 12
+            q, k, v, None, False, False, [-1, -1], "bottom-right", 0.0, 0.0, False, None, *[None] * 12
         )[0]
         assert not flashlane.explain(q, k, v).problem.needs_grad
     assert out.is_inference() and torch.equal(out, through)

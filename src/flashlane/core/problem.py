@@ -494,10 +494,13 @@ def check_call(inputs: Inputs, options: CallOptions, contents: bool = True) -> d
     }
 
 
+# torch.compile traces it, and checks each element of a table that a loop reads at every call of what it compiled.
+_leaves = eval(f"lambda inputs: ({', '.join(f'inputs.{name}' for name in DIFFERENTIABLE)})")
+
+
 def wants_grad(inputs: Inputs) -> bool:
     """Whether gradients are on and some tensor requires one."""
-    given = (getattr(inputs, name) for name in DIFFERENTIABLE)
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in given)
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in _leaves(inputs))
 
 
 FEATURES: dict[str, Group] = {

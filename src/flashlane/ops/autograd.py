@@ -23,6 +23,7 @@ from flashlane.core.problem import (
     tensors_of,
 )
 from flashlane.core.registry import Kernel, RepeatBackward
+from flashlane.core.tensor_guard import tensor_guard
 from flashlane.core.validate import check_no_gradient, results_agree
 from flashlane.ops import call_cache, execute, schema, torch_rules
 from flashlane.ops.call_cache import OutAndLse, Results
@@ -125,8 +126,11 @@ def repeated_gradients(
     call.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    if not results_agree(q, v, out, lse, do):
-        return None
+    guard = entry.results_guard
+    if guard is None or not guard(out, lse, do):
+        if not results_agree(q, v, out, lse, do):
+            return None
+        entry.results_guard = tensor_guard(out, lse, do)
     repeat = entry.repeat_backward or _prepare_backward(entry, inputs)
     return repeat(q, k, v, out, lse, do, None, None if inputs.alone else inputs)
 
@@ -281,10 +285,9 @@ def _redispatch_backward(keyset: Any, args: tuple[Any, ...]) -> list[torch.Tenso
 
 def backward_kernel(keyset: Any, *args: Any) -> list[torch.Tensor]:
     """The autograd kernel of ``flashlane::backward``."""
-    tensors = [t for t in args if isinstance(t, torch.Tensor)]
     if forward_ad._current_level >= 0:
-        torch_rules.refuse_tangents(tensors)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        torch_rules.refuse_tangents([t for t in args if isinstance(t, torch.Tensor)])
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args):
         with enable_single_level_autograd_function():
             return list(_Once.apply(keyset, *args))
     if _plain(keyset) and not _modes_active():

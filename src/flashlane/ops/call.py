@@ -125,14 +125,14 @@ def check_and_run(inputs: Inputs, kernel: str | None, names: Mapping[str, str] |
     """:func:`attend` without trying :func:`run_cached`."""
     if not (kernel is None or isinstance(kernel, str)):
         registry.get(kernel)  # which refuses it; it may be no key of the choices that were made before
+    if _compiling():
+        return _through_operator(_with_seed(inputs, options), kernel, names, options)
     casts, before = torch._C._is_any_autocast_enabled(), inputs
     if casts:
         inputs = torch_rules.autocast(before)
-    if _lacks_seed(inputs, options):
-        seed = torch.randint(SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
-        inputs = replace(inputs, dropout_seed=seed)
+    inputs = _with_seed(inputs, options)
     if is_watched(inputs):
-        return _through_operator(inputs, kernel, names or {}, options)
+        return _through_operator(inputs, kernel, names, options)
     facts = facts_of(inputs, options)
     problem = problem_of_facts(facts)
     if problem is None:
@@ -167,14 +167,27 @@ def _lacks_seed(inputs: Inputs, options: CallOptions) -> bool:
         return False
 
 
-def _through_operator(inputs: Inputs, kernel: str | None, names: Mapping[str, str], options: CallOptions) -> Results:
+def _with_seed(inputs: Inputs, options: CallOptions) -> Inputs:
+    """The inputs of a call, with a seed from torch's generator where it has dropout and needs one."""
+    if not _lacks_seed(inputs, options):
+        return inputs
+    seed = torch.randint(SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
+    return replace(inputs, dropout_seed=seed)
+
+
+def _through_operator(
+    inputs: Inputs, kernel: str | None, names: Mapping[str, str] | None, options: CallOptions
+) -> Results:
     """A call that is recorded, observed or transformed.
 
     The operator's schema would refuse an argument of another kind by the operator's names, and its checks see what a
     transform made of the tensors: so everything is checked here that needs no contents. Where sizes are symbols, they
     are left to the operator, as a comparison would fix them.
     """
-    operands = _checked_operands(inputs, kernel, names, options, wants_grad(inputs))
+    if _compiling() and schema.are_usual(inputs, options):
+        _check_lengths(inputs)
+        return torch.ops.flashlane.forward(*schema.operands(inputs, options, wants_grad(inputs), kernel))
+    operands = _checked_operands(inputs, kernel, names or {}, options, wants_grad(inputs))
     if _compiling():
         return torch.ops.flashlane.forward(*operands)
     with errors_by(names):
@@ -212,9 +225,7 @@ def _check_kinds(inputs: Inputs, names: Mapping[str, str], options: CallOptions)
     for name in TENSORS:
         if (t := getattr(inputs, name)) is not None or name in TENSORS[:3]:
             check_strided(names.get(name, name), t)
-    for name in LENGTHS:
-        if inputs.cu_seqlens_q is not None:
-            check_longest(name, getattr(inputs, name))
+    _check_lengths(inputs)
     changed: dict[str, Any] = {"window_size": window_sides(options.window_size, causal=False)}
     for name, optional in NUMBERS.items():
         value = getattr(options, name)
@@ -223,6 +234,12 @@ def _check_kinds(inputs: Inputs, names: Mapping[str, str], options: CallOptions)
     for name in FLAGS:
         changed[name] = check_flag(names.get(name, name), getattr(options, name))
     return options._replace(**changed)
+
+
+def _check_lengths(inputs: Inputs) -> None:
+    if inputs.cu_seqlens_q is not None:
+        for name in LENGTHS:
+            check_longest(name, getattr(inputs, name))
 
 
 def _check_without_contents(inputs: Inputs, options: CallOptions) -> None:

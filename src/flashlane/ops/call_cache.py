@@ -79,6 +79,9 @@ class Entry:
     """Whether a differentiable tensor besides q, k and v is given."""
     repeat_backward: RepeatBackward | None = None
     """See :meth:`flashlane.core.registry.BackwardKernel.prepare`; None until the first backward of such a call."""
+    results_guard: Callable[..., bool] | None = None
+    """Whether an output, an LSE and the output's gradient are like those that were checked last, which fit such a call;
+    None: none were."""
 
     def casts(self, q: torch.Tensor) -> bool:
         """Whether autocast, of which the guard knows that it is on as it was, has another dtype now."""

@@ -1,20 +1,32 @@
 """The arguments of the torch operators, derived from :class:`Inputs` and :class:`CallOptions`.
 
-Their order is q, k and v, then what most calls ask, then what few calls give: the dispatcher leaves off the last ones
-that have their defaults, and a call costs the less, the more it leaves off.
+Their order is q, k and v, then what most calls give, then what fewer calls do: the dispatcher leaves off the last ones
+that have their defaults, and each that it passes costs a call half a microsecond.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import torch
 
-from flashlane.core.problem import ARGUMENTS, DIFFERENTIABLE, TENSORS, WITHOUT_GRADIENT, Alignment, CallOptions, Inputs
+from flashlane.core.problem import (
+    ARGUMENTS,
+    DIFFERENTIABLE,
+    FLAGS,
+    NUMBERS,
+    TENSORS,
+    WITHOUT_GRADIENT,
+    Alignment,
+    CallOptions,
+    Inputs,
+)
+from flashlane.core.validate import FARTHEST
 
-RARE = ("num_splits",)
-"""Fields of :class:`CallOptions` that come last."""
+FIRST, RARE = ("scale", "causal", "needs_grad", "window_size"), ("num_splits",)
+"""Arguments that come next to q, k and v, and those that come last."""
 TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
     torch.Tensor | None: "Tensor?",
@@ -31,9 +43,9 @@ TYPES: dict[Any, str] = {
 _HINTS = {**get_type_hints(Inputs), **get_type_hints(CallOptions), "needs_grad": bool, "tag": str | None}
 _NO_TENSOR = dict.fromkeys(tuple(ARGUMENTS)[3:])
 _ALL_DEFAULTS = {**_NO_TENSOR, **CallOptions._field_defaults, "needs_grad": False, "tag": None}
-_USUAL = tuple(name for name in CallOptions._fields if name not in RARE)
+_OTHERS = tuple(name for name in CallOptions._fields if name not in (*FIRST, *RARE))
 
-NAMES = (*TENSORS[:3], *_USUAL, "needs_grad", "tag", *_NO_TENSOR, *RARE)
+NAMES = (*TENSORS[:3], *FIRST, *_OTHERS, "tag", *_NO_TENSOR, *RARE)
 """The arguments of ``flashlane::forward`` in their order; ``tag`` is that of the kernel named."""
 POSITION = {name: index for index, name in enumerate(NAMES)}
 DEFAULTS = tuple(_ALL_DEFAULTS[name] for name in NAMES[3:])
@@ -86,14 +98,37 @@ def options_of(args: tuple[Any, ...]) -> CallOptions:
 
 def operands(inputs: Inputs, options: CallOptions, needs_grad: bool, kernel: str | None) -> tuple[Any, ...]:
     """All arguments of ``flashlane::forward``; a window given as a tensor is read."""
-    # torch.compile traces this: it knows loops over names, and no attrgetter.
-    values: dict[str, Any] = {name: getattr(inputs, name) for name in ARGUMENTS}
-    for name in CallOptions._fields:
-        values[name] = getattr(options, name)
     window = options.window_size
-    values["window_size"] = window.tolist() if isinstance(window, torch.Tensor) else list(window)
-    values["needs_grad"], values["tag"] = needs_grad, kernel
-    return tuple(values[name] for name in NAMES)
+    sides = window.tolist() if isinstance(window, torch.Tensor) else list(window)
+    return _operands(inputs, options, sides, needs_grad, kernel)
+
+
+# torch.compile traces what follows. At every call of what it compiled it checks each element of a table over which
+# traced code looped, which took longer than the rest of a layer's checks. So this code has the names in itself.
+_PLACES = {name: f"inputs.{name}" for name in ARGUMENTS} | {name: f"options.{name}" for name in CallOptions._fields}
+_PLACES |= {"window_size": "window", "needs_grad": "needs_grad", "tag": "kernel"}
+_operands = eval(f"lambda inputs, options, window, needs_grad, kernel: ({', '.join(map(_PLACES.get, NAMES))})")
+
+
+def _usual_kinds() -> str:
+    """The code of :data:`are_usual`."""
+    terms = []
+    for name in TENSORS:
+        t = f"inputs.{name}"
+        plain = f"type({t}) in (torch.Tensor, torch.nn.Parameter) and {t}.layout is torch.strided and not {t}.is_nested"
+        terms.append(plain if name in TENSORS[:3] else f"({t} is None or {plain})")
+    for name, optional in NUMBERS.items():
+        terms.append(f"(type({_PLACES[name]}) in (float, int){f' or {_PLACES[name]} is None' if optional else ''})")
+    terms += [f"type({_PLACES[name]}) is bool" for name in FLAGS]
+    terms += ["type(options.window_size) is tuple and len(options.window_size) == 2"]
+    for side in ("options.window_size[0]", "options.window_size[1]"):
+        terms.append(f"type({side}) is int and -1 <= {side} <= {FARTHEST}")
+    return " and ".join(terms)
+
+
+are_usual: Callable[[Inputs, CallOptions], bool] = eval(f"lambda inputs, options: {_usual_kinds()}")
+"""Whether the arguments of a call are of the kinds that the schema takes, but for lengths. Where they are not, the
+checks of each say why, or turn them into such."""
 
 
 def have_gradients(differentiable: tuple[torch.Tensor | None, ...], bias_grad: bool) -> list[bool]:
