@@ -163,6 +163,16 @@ def test_a_result_that_is_no_scalar_is_named() -> None:
         bind(lambda score, b, h, q, kv: _table * score, None, CPU)
 
 
+def test_a_function_of_other_arguments_is_named() -> None:
+    """A mask_mod in the place of a score_mod is the common case; an error within the function stays as it is."""
+    with pytest.raises(TypeError, match=r"^score_mod is a function of \(b, h, q, kv\); it must be a function of score"):
+        bind(lambda b, h, q, kv: q >= kv, None, CPU)
+    with pytest.raises(TypeError, match=r"^mask_mod is a function of \(score, .*; it must be a function of b, h"):
+        bind(None, lambda score, b, h, q, kv: score, CPU)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        bind(lambda score, b, h, q, kv: score + None, None, CPU)
+
+
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The functions that are traced."""

@@ -7,6 +7,7 @@ result is what the program reads.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -106,7 +107,11 @@ def trace(function: Callable[..., Any], kind: str, device: torch.device, score_t
         return result
 
     with no_autocast(device):  # as torch's function, which leaves the operations of its functions as they are
-        graph = _graph(called, examples, kind, reads)
+        try:
+            graph = _graph(called, examples, kind, reads)
+        except TypeError as error:
+            _refuse_other_arguments(function, kind, examples, error)
+            raise
     found = _Translation(graph, names, kind, score_type, device).traced()
     of_this = reads.values or reads.others
     leaves = tuple(map(reads.captured, found.leaves))
@@ -141,6 +146,23 @@ def _graph(called: Callable[..., Any], examples: list[torch.Tensor], kind: str, 
                     f"know ({type(error).__name__}: {str(error).splitlines()[0]})"
                 ) from error
             raise
+
+
+def _refuse_other_arguments(
+    function: Callable[..., Any], kind: str, examples: list[torch.Tensor], error: TypeError
+) -> None:
+    """Say so where a call failed because the function takes other arguments: Python's own message names no ``kind``."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Python knows no signature of some functions that are not written in it
+        return
+    try:
+        signature.bind(*examples)
+    except TypeError:
+        names = ("score, " if kind == "score_mod" else "") + "b, h, q_idx and kv_idx"
+        parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        given = signature.replace(parameters=parameters, return_annotation=signature.empty)
+        raise TypeError(f"{kind} is a function of {given}; it must be a function of {names}") from error
 
 
 def _refuse_own_gradients(result: torch.Tensor, kind: str) -> None:
