@@ -198,6 +198,8 @@ OUT, LSE = torch.zeros(2, 4, 3, 8), torch.zeros(2, 3, 4)
             r"outs\[1\] is on meta and outs\[0\] is on cpu",
         ),
         (lambda: combine(None, [LSE]), TypeError, "outs is None; it must be a sequence"),
+        (lambda: combine("ab", [LSE]), TypeError, "outs is a str; it must be a sequence"),
+        (lambda: combine([OUT, OUT.numpy()], [LSE, LSE]), TypeError, r"outs\[1\] is a numpy.ndarray; it must be"),
         (lambda: combine(torch.zeros(()), [LSE]), ValueError, r"outs has shape \(\)"),
         (lambda: combine([OUT[0, 0]], [LSE]), ValueError, r"outs\[0\] has shape \(3, 8\)"),
         (lambda: combine([OUT], [LSE], out_dtype=torch.int32), TypeError, "out_dtype is torch.int32"),

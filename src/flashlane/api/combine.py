@@ -135,10 +135,12 @@ def _tensors(name: str, values: Any) -> tuple[torch.Tensor, ...]:
         if values.dim() == 0:
             raise ValueError(f"{name} has shape (); it must be a sequence of tensors, or stacked along a first axis")
         return values.unbind(0)
-    if not isinstance(values, Sequence) or not all(isinstance(t, torch.Tensor) for t in values):
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         what = kind_of(values)
         raise TypeError(f"{name} is {what}; it must be a sequence of torch.Tensor, or one stacked along a first axis")
     for number, t in enumerate(values):
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}[{number}] is {kind_of(t)}; it must be a torch.Tensor")
         check_strided(f"{name}[{number}]", t)
     return tuple(values)
 
