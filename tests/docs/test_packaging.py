@@ -68,6 +68,22 @@ def test_wheel_is_pure_python_and_has_every_source(wheel):
     } == set()
 
 
+def test_source_distribution_has_what_a_clone_has(tmp_path):
+    """Its README names make, the pages and the tests, and ``setuptools`` alone would add none but a test or two."""
+    pytest.importorskip("setuptools")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tracked.returncode:
+        pytest.skip("no git clone")
+    setup = "from setuptools import setup; setup()"
+    command = [sys.executable, "-c", setup, "-q", "egg_info", "--egg-base", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (listed,) = tmp_path.glob("*.egg-info/SOURCES.txt")
+    there = {name for name in tracked.stdout.splitlines() if (ROOT / name).exists()}
+    missing = there - set(listed.read_text(encoding="utf-8").splitlines())
+    assert not missing, f"left out: {sorted(missing)[:20]}"
+
+
 def test_a_type_checker_takes_what_readme_does_with_results(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
