@@ -228,6 +228,8 @@ def test_where_nothing_could_be_timed_the_reason_is_shown_and_the_status_is_1(in
         (["explain", "--dtype", " "], "--dtype is ' '; it may be a name such as f16"),
         (["bench", "suite", "flash", "--dtype="], "--dtype is ''; it may be a name such as f16"),
         (["compile", "--arch", ""], "--arch is ''; it may be a list of architectures"),
+        (["bench", "--peers", ""], "--peers is ''; it may be all, none or a list of peers, or left out"),
+        (["compare", "--baselines="], "--baselines is ''; it may be all, none or a list of peers"),
         (["prebuild", "--N", "64", "--arch", ","], "--arch is ','; it may be a list of architectures"),
     ],
 )

@@ -56,6 +56,8 @@ LISTS = {
     "--tags": "a list of words of kernels' tags",
     "--kernels": "a list of whole tags of kernels",
     "--dtype": "a name such as f16 or bf16",
+    "--peers": "all, none or a list of peers",
+    "--baselines": "all, none or a list of peers",
 }
 """What options may be whose command would take an empty value for none."""
 
@@ -64,7 +66,7 @@ class _Command(TyperCommand):
     """A command that refuses a size or a choice that is given twice: a list is meant, and the last alone would run.
 
     It also refuses a path without a letter, which would be the current folder, and an empty list, which a variable of
-    the shell that is not set leaves: every kernel would run, or be forgotten.
+    the shell that is not set leaves: every kernel would run, or be forgotten, or no peer would run.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
