@@ -321,6 +321,35 @@ if __name__ == "__main__":
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_ctrl_c_while_ranks_load_torch_prints_nothing(tmp_path):
+    """Each rank gets it where it is about to load a module of torch, as from a terminal."""
+    (tmp_path / "sitecustomize.py").write_text("""
+import os, signal, sys
+
+class Press:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.functional" and "RANKS_PRESS" in os.environ:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Press())
+""")
+    program = tmp_path / "program.py"
+    program.write_text("""
+import math, os
+from flashlane.bench.measure.ranks import on_ranks
+if __name__ == "__main__":
+    os.environ["RANKS_PRESS"] = "1"
+    try:
+        on_ranks(2, "gloo", math.sqrt, seconds=300)
+    except Exception as error:
+        print(type(error).__name__)
+""")
+    environment = child_environment()
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=200)
+    assert "Traceback" not in done.stderr, done.stderr
+
+
 PRESSED = """
 import os, signal, sys
 from importlib.abc import MetaPathFinder

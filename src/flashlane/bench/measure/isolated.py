@@ -220,7 +220,7 @@ def _with_dead(results: Results, problem: AttentionProblem, direction: Direction
 
 
 @contextlib.contextmanager
-def _without_ctrl_c() -> Iterator[None]:
+def without_ctrl_c() -> Iterator[None]:
     """A process that starts inside has SIGINT blocked: it would print where it is, while it loads torch, and the one
     that started it ends it. Here Ctrl-C waits until the end of the block."""
     if not hasattr(signal, "pthread_sigmask"):
@@ -243,7 +243,7 @@ class Worker:
         fresh = multiprocessing.get_context("spawn")  # a fork of a process that has used CUDA cannot use CUDA
         self.pipe, theirs = fresh.Pipe()
         self.process = fresh.Process(target=serve, args=(theirs, spec))
-        with _without_ctrl_c():
+        with without_ctrl_c():
             self.process.start()
         theirs.close()  # so that the pipe ends when the worker does
         self.active: str | None = None

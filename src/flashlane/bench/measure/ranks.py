@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import statistics
 import tempfile
 import time
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from flashlane import flash_attn_func, flash_attn_varlen_func
+from flashlane.bench.measure.isolated import without_ctrl_c
 from flashlane.bench.measure.timing import HostClock, SteadyClock, drawn_order
 from flashlane.core.arch import DTYPE_NAMES
 from flashlane.distributed import (
@@ -300,6 +302,8 @@ def _work(
     rank: int, size: int, folder: str, backend: str, job: Callable[..., Any], arguments: Sequence[Any],
     stop: float | None,
 ) -> None:  # fmt: skip
+    if hasattr(signal, "pthread_sigmask"):  # what waited while torch was loaded ends the rank here, without a traceback
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if stop is not None:
         stacks = os.open(Path(folder, f"stack_{rank}"), os.O_WRONLY | os.O_CREAT)
         faulthandler.dump_traceback_later(max(0.1, stop - time.monotonic()), file=stacks)
@@ -328,7 +332,8 @@ def on_ranks(size: int, backend: str, job: Callable[..., Any], *arguments: Any, 
     """
     with tempfile.TemporaryDirectory() as folder:
         stop = None if seconds is None else time.monotonic() + seconds
-        context = processes.spawn(_work, (size, folder, backend, job, arguments, stop), nprocs=size, join=False)
+        with without_ctrl_c():
+            context = processes.spawn(_work, (size, folder, backend, job, arguments, stop), nprocs=size, join=False)
         while not context.join(None if stop is None else 1.0):
             if stop is not None and time.monotonic() > stop + SECONDS_FOR_STACKS:
                 for each in context.processes:
