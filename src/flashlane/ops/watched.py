@@ -36,9 +36,8 @@ def is_watched(inputs: Inputs) -> bool:
     if any(t.is_neg() for t in given):
         return True  # what lies in memory is not the value
     return any(
-        isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter)
-        for t in (inputs.q, inputs.k, inputs.v)
-    )
+        type(t) not in (torch.Tensor, torch.nn.Parameter) for t in given
+    )  # one that wraps another has no address
 
 
 def holds_numbers(*tensors: torch.Tensor) -> bool:
