@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashlane.core.arch import DTYPE_NAMES, compute_dtype
+from flashlane.core.arch import DTYPE_NAMES, compute_dtype, records_gradients
 from flashlane.core.validate import check_dtype, check_strided, kind_of
 
 
@@ -48,7 +48,7 @@ def combine(
         allowed = ", ".join(map(str, DTYPE_NAMES))
         raise TypeError(f"out_dtype is {out_dtype!r}; it may be one of {allowed}, or None for that of outs")
     given = (*outs, *lses)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+    if records_gradients() and any(t.requires_grad for t in given):
         return _Combine.apply(dtype, *given)
     return _combined(dtype, outs, lses)
 

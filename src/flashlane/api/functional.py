@@ -14,6 +14,7 @@ import torch
 
 from flashlane.api import kvcache
 from flashlane.core import dispatch
+from flashlane.core.arch import records_gradients
 from flashlane.core.problem import MODIFIERS, TENSORS, CallOptions, Inputs
 from flashlane.core.validate import check_flag, check_strided, contiguous, kind_of, whole_number
 from flashlane.ops import call as ops
@@ -530,7 +531,7 @@ class _Undifferentiable(torch.autograd.Function):
 def _undifferentiable(
     what: str, out: torch.Tensor, lse: torch.Tensor, inputs: Inputs, more: tuple[torch.Tensor | None, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not torch.is_grad_enabled():
+    if not records_gradients():
         return out, lse
     wanting = [t for name in _FLOATS if (t := getattr(inputs, name)) is not None and t.requires_grad]
     wanting += [t for t in more if t is not None and t.requires_grad]

@@ -50,6 +50,14 @@ def autocast(t: Any) -> Any:
     return t if dtype is None else t.to(dtype)
 
 
+def records_gradients() -> bool:
+    """Whether autograd records calls: gradients are on, and inference mode, which records none anyway, is not.
+
+    torch.compile cannot trace the question, and knows itself what its graphs record.
+    """
+    return torch.is_grad_enabled() and (torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled())
+
+
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Autocast off on a device: what runs there chooses the types that it computes in."""
     if not torch._C._is_any_autocast_enabled() or not torch.amp.is_autocast_available(device.type):

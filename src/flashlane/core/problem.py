@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
 
-from flashlane.core.arch import DTYPE_NAMES, DTYPES, arch_of
+from flashlane.core.arch import DTYPE_NAMES, DTYPES, arch_of, records_gradients
 from flashlane.core.validate import (
     FARTHEST,
     MAX_HEAD_DIM,
@@ -500,7 +500,7 @@ _leaves = eval(f"lambda inputs: ({', '.join(f'inputs.{name}' for name in DIFFERE
 
 def wants_grad(inputs: Inputs) -> bool:
     """Whether gradients are on and some tensor requires one."""
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in _leaves(inputs))
+    return records_gradients() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in _leaves(inputs))
 
 
 FEATURES: dict[str, Group] = {
@@ -556,7 +556,7 @@ def facts_of(inputs: Inputs, options: CallOptions) -> tuple[Any, ...] | None:
     if not (type(q) is type(k) is type(v) is torch.Tensor and is_plain(options)):
         return None
     try:
-        grad = torch.is_grad_enabled()
+        grad = records_gradients()
         others = _facts_of_others(inputs, grad)
         if others is None:
             return None

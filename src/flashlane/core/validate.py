@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashlane.core.arch import DTYPE_NAMES, compute_dtype
+from flashlane.core.arch import DTYPE_NAMES, compute_dtype, records_gradients
 
 if TYPE_CHECKING:
     from flashlane.core.problem import Inputs
@@ -570,7 +570,7 @@ def whole_number(value: Any) -> Any:
 
 def check_no_gradient(name: str, value: Any, wanted: str = "detach it") -> None:
     """Raise TypeError for a tensor that requires a gradient where there is none: it would be dropped silently."""
-    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+    if isinstance(value, torch.Tensor) and value.requires_grad and records_gradients():
         raise TypeError(f"{name} is a tensor that requires gradients, and gets none; {wanted}")
 
 

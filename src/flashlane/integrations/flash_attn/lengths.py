@@ -15,6 +15,7 @@ import torch
 from flashlane.api import functional
 from flashlane.api.functional import by_callers_names, flash_attn_varlen_func, flash_attn_with_kvcache
 from flashlane.api.kvcache import capacity_of
+from flashlane.core.arch import records_gradients
 from flashlane.core.problem import MODIFIERS, CallOptions, Inputs
 from flashlane.core.validate import (
     FARTHEST,
@@ -197,7 +198,7 @@ def attend(
     if page_table is not None and seqused_k is None:
         raise ValueError("seqused_k is None and page_table is given; it must be the lengths, int32 (batch,)")
     tensors = [t for t in (q, k, v, *options.values()) if isinstance(t, torch.Tensor)]
-    differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    differentiable = records_gradients() and any(t.requires_grad for t in tensors)
     if seqused_k is not None and cu_seqlens_k is None:
         _check_rank("q", q, cu_seqlens_q)
         rows_of_k = by_callers_names(_NAMES, capacity_of, k, v, page_table)
