@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -401,6 +402,63 @@ def test_inference_mode_takes_leaves_and_wants_no_gradient() -> None:
         assert not flashlane.explain(q, k, v).problem.needs_grad
     assert out.is_inference() and torch.equal(out, through)
     torch.testing.assert_close(out.clone(), torch_attention(q, k, v).detach())
+
+
+@pytest.mark.parametrize("kernel", [None, "reference", "tiled"])
+def test_gradients_switched_on_in_inference_mode_are_recorded_no_more_than_torchs(kernel: str | None) -> None:
+    """Autograd records nothing there; what it cannot save must not be given to it."""
+    q, k, v = qkv()
+    slopes = torch.ones(q.shape[2], requires_grad=True)
+    expected = flashlane.flash_attn_func(q, k, v, alibi_slopes=slopes.detach(), kernel=kernel)
+    outs, lses = torch.randn(2, 1, 3, 2, 8, requires_grad=True), torch.randn(2, 1, 2, 3)
+    with torch.inference_mode(), torch.enable_grad():
+        for _ in range(2):
+            out = flashlane.flash_attn_func(q, k, v, alibi_slopes=slopes, kernel=kernel)
+            assert out.is_inference() and not out.requires_grad and torch.equal(out, expected)
+        assert not flashlane.combine(list(outs), list(lses))[0].requires_grad
+        assert not flashlane.flash_attn_with_kvcache(q, k, v, kernel=kernel).requires_grad
+    assert flashlane.flash_attn_func(q, k, v, kernel=kernel).requires_grad
+
+
+class _Halved(torch.Tensor):
+    """A tensor whose values are in another one, halved; it has no memory of its own, as a DTensor."""
+
+    seen: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def __new__(cls, half: torch.Tensor) -> _Halved:
+        return torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype, device=half.device)
+
+    def __init__(self, half: torch.Tensor) -> None:
+        self.half = half
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func)
+        args, kwargs = tree_map(lambda t: t.half * 2 if isinstance(t, cls) else t, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "attn_bias", "sinks", "logit_scale", "cu_seqlens_q"])
+def test_a_subclass_in_any_place_gets_the_operator(name: str) -> None:
+    """A kernel would read the address of one without memory, which is 0."""
+    q, k, v = qkv(torch.float32, grad=False)
+    heads = q.shape[2]
+    cu_seqlens = torch.tensor([0, 2, q.shape[1]], dtype=torch.int32)
+    given = {"attn_bias": torch.randn(1, heads, q.shape[1], k.shape[1]), "cu_seqlens_q": cu_seqlens}.get(name)
+    given = torch.rand(heads) + 0.5 if given is None else given
+
+    def call(t: torch.Tensor) -> torch.Tensor:
+        if name != "cu_seqlens_q":
+            return flashlane.flash_attn_func(q, k, v, **{name: t})
+        packed = q[0], k[0, : q.shape[1]], v[0, : q.shape[1]]
+        return flashlane.flash_attn_varlen_func(*packed, t, cu_seqlens, q.shape[1], q.shape[1])
+
+    for _ in range(2):
+        _Halved.seen.clear()
+        half = given / 2 if given.is_floating_point() else given // 2
+        torch.testing.assert_close(call(_Halved(half)), call(half * 2))
+        assert torch.ops.flashlane.forward.default in _Halved.seen
 
 
 def test_a_subclass_that_knows_nothing_of_attention_gets_the_operator_or_an_error() -> None:
