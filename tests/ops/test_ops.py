@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +238,20 @@ def test_compiles_and_exports_without_a_gradient() -> None:
         compiled = torch.compile(Model(), fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(q, k), want)
         torch.testing.assert_close(torch.export.export(Model(), (q, k)).module()(q, k), want)
+
+
+def test_a_process_that_only_loads_a_program_imports_a_function_first(tmp_path: Path) -> None:
+    """docs/torch.md says so: the package's own import does not import torch, and so defines no operator."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return flashlane.flash_attn_func(q, q, q, causal=True)
+
+    path = tmp_path / "program.pt2"
+    torch.export.save(torch.export.export(Model(), (torch.randn(1, 5, 2, 8),)), path)
+    load = f"import torch; torch.export.load({str(path)!r}).module()(torch.ones(1, 5, 2, 8))"
+    done = subprocess.run([sys.executable, "-c", f"from flashlane import flash_attn_func; {load}"], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_fake_tensors_get_their_shapes() -> None:
