@@ -129,3 +129,41 @@ def test_a_model_in_inference_mode_keeps_what_it_stores(monkeypatch: pytest.Monk
         made_here = torch.ones(2, 1, 5, 5, dtype=torch.bool)
         padded.attach(made_here, padded.key_ranges(padding, 2, 5, 5, 5, False, None, "cpu"))
         assert padded.attached(made_here, q, q) is None, "nothing says when it changes"
+
+
+def packed(mask: torch.Tensor | None, ends: torch.Tensor) -> torch.Tensor:
+    """Three sequences in one row of 12 tokens, told apart by their lengths."""
+    q, k, v = torch.linspace(-9, 9, 3 * 192).mul(7).sin().view(3, 1, 2, 12, 8)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}
+    return huggingface.attention(torch.nn.Module(), q, k, v, mask, sliding_window=4, **lengths)[0]
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "inference", "compiled"])
+def test_a_mask_keeps_packed_sequences_apart(kind: str) -> None:
+    """transformers makes a mask of a window or of chunks without their lengths."""
+    near = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril().triu(-3)
+    mask = torch.zeros(near.shape).masked_fill_(~near, -torch.inf) if kind == "float" else near
+    run = torch.compile(packed, fullgraph=True, backend="aot_eager") if kind == "compiled" else packed
+    with torch.inference_mode(kind == "inference"):
+        mask = mask.clone()
+        for ends in (torch.tensor([0, 5, 12]), torch.tensor([0, 3, 3, 10], dtype=torch.int32)):
+            torch.testing.assert_close(run(mask, ends), packed(None, ends))
+
+
+def test_lengths_of_packed_sequences_are_read_after_a_change() -> None:
+    mask, ends = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril().triu(-3), torch.tensor([0, 5, 12])
+    first = packed(mask, ends)
+    assert torch.equal(packed(mask, ends), first)
+    ends[1] = 7
+    torch.testing.assert_close(packed(mask, ends), packed(None, ends))
+    torch.testing.assert_close(packed(mask, torch.tensor([0, 9, 12])), packed(None, torch.tensor([0, 9, 12])))
+    mask[..., 1:, 0] = False
+    assert not torch.equal(packed(mask, ends), packed(None, ends))
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 12, 12, dtype=torch.bool)], ids=["none", "mask"])
+def test_lengths_that_cannot_be_are_named(mask: torch.Tensor | None) -> None:
+    with pytest.raises(TypeError, match=r"^cu_seq_lens_q is a list; it must be a torch\.Tensor"):
+        packed(mask, [0, 5, 12])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^cu_seq_lens_q is \[0, 14\]; it must start at 0"):
+        packed(mask, torch.tensor([0, 14]))

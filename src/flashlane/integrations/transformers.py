@@ -23,7 +23,14 @@ import torch
 
 from flashlane.core import registry
 from flashlane.core.problem import Inputs, wants_grad
-from flashlane.core.validate import SMALLEST_F32, check_number, check_strided
+from flashlane.core.validate import (
+    SMALLEST_F32,
+    check_cu_seqlens,
+    check_number,
+    check_starts,
+    check_strided,
+    contiguous,
+)
 from flashlane.integrations import transformers_padding as padded
 from flashlane.ops import call as ops
 from flashlane.ops.watched import holds_numbers, is_observed
@@ -61,6 +68,8 @@ _TAKEN_ELSEWHERE = {"block_indices": '"sdpa" or "eager"', "sinks": '"eager"'}
 """Arguments that change the result and have no counterpart here: MiniMax M3's blocks, Inkling 2's sinks of tokens."""
 _BIAS = "_flashlane_bias"
 """The attribute of a mask that keeps it in additive form for the layers after the first."""
+_APART = "_flashlane_apart"
+"""The attribute of a mask that keeps it with packed sequences apart for the layers after the first."""
 
 
 def register_transformers(name: str = NAME, kernel: str | None = None) -> str:
@@ -142,8 +151,8 @@ def attention(
         position_bias: added to the scores, ``(1 or b, h, sq, sk)``.
         kernel: see :func:`register_transformers`.
         others: further arguments that transformers passes to every implementation, which are ignored; except
-            ``cu_seq_lens_q``, … of packed sequences, which are used where there is no mask, and ``indices``
-            ``(b, sq, n)`` of sparse attention (DeepSeek-V3.2), the only keys that each query may see.
+            ``cu_seq_lens_q``, … of packed sequences in one row of the batch, which a mask keeps apart, too, and
+            ``indices`` ``(b, sq, n)`` of sparse attention (DeepSeek-V3.2), the only keys that each query may see.
 
     Returns:
         The output ``(b, sq, h, dv)``, contiguous, and None in place of the probabilities.
@@ -174,6 +183,8 @@ def attention(
                 "indices is given with cu_seq_lens_q; chosen keys of packed sequences need a mask"
             )
         return _packed(query, key, value, s_aux, position_bias, others, options), None
+    if attention_mask is not None and others.get("cu_seq_lens_q") is not None and query.shape[0] == 1:
+        attention_mask = _apart(attention_mask, others, query.shape[2], key.shape[2])
     if others.get("indices") is not None:
         attention_mask = _chosen(attention_mask, others["indices"], query, key.shape[2])
     inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux)
@@ -229,9 +240,7 @@ def _packed(
             + (" and a position_bias" if position_bias is not None else "")
             + "; packed sequences may only come in one row without one"
         )
-    missing = [name for name in PACKED if others.get(name) is None]
-    if missing:
-        raise ValueError(f"cu_seq_lens_q is given without {' and '.join(missing)}; packed sequences need all of them")
+    _check_packed(others)
     q, k, v = (t.transpose(1, 2)[0] for t in (query, key, value))
     inputs = Inputs(
         q,
@@ -245,6 +254,55 @@ def _packed(
     )
     out, _ = ops.attend(inputs, names=_NAMES, **{**options, "alignment": "bottom-right"})
     return out.unsqueeze(0).contiguous()
+
+
+def _check_packed(others: dict[str, Any]) -> None:
+    missing = [name for name in PACKED if others.get(name) is None]
+    if missing:
+        raise ValueError(f"cu_seq_lens_q is given without {' and '.join(missing)}; packed sequences need all of them")
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        check_strided(name, others[name])
+
+
+def _apart(mask: torch.Tensor, others: dict[str, Any], seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """A mask that also hides the keys of other packed sequences, made once for all layers.
+
+    transformers does not read their lengths when it makes a mask, as it does of chunks, and under ``torch.compile`` of
+    windows or, in some versions, always.
+    """
+    check_strided("attention_mask", mask)
+    _check_packed(others)
+    ends = others["cu_seq_lens_q"], others["cu_seq_lens_k"]
+    for name, end in zip(("cu_seq_lens_q", "cu_seq_lens_k"), ends, strict=True):
+        check_cu_seqlens(name, contiguous(end).int(), mask)
+    tensors = mask, *ends
+    if is_observed() or not holds_numbers(*tensors) or any(t.is_inference() for t in tensors):
+        return _apart_now(mask, ends, seqlen_q, seqlen_k)
+    state = *(padded.state_of(t) for t in tensors), seqlen_q, seqlen_k
+    known, kept, _ = getattr(mask, _APART, (None, None, None))
+    if known != state:
+        for name, end, rows in (("cu_seq_lens_q", ends[0], seqlen_q), ("cu_seq_lens_k", ends[1], seqlen_k)):
+            if end.is_cpu:
+                check_starts(name, end, rows, "query" if name == "cu_seq_lens_q" else "key")
+        with torch.inference_mode(False):
+            kept = _apart_now(mask, ends, seqlen_q, seqlen_k)
+        setattr(mask, _APART, (state, kept, ends))  # with the lengths, lest another tensor gets the id of one
+    return kept
+
+
+def _apart_now(
+    mask: torch.Tensor, ends: tuple[torch.Tensor, torch.Tensor], seqlen_q: int, seqlen_k: int
+) -> torch.Tensor:
+    mask = mask[..., :seqlen_k]
+    fits = mask.dim() > 1 and mask.shape[-2] in (1, seqlen_q) and mask.shape[-1] in (1, seqlen_k)
+    if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return mask  # which is refused where all that is added to the scores is checked
+    of_query, of_key = (
+        torch.bucketize(torch.arange(length, device=mask.device), end[1:].int(), right=True)
+        for length, end in zip((seqlen_q, seqlen_k), ends, strict=True)
+    )
+    same = (of_query[:, None] == of_key) & (of_query < ends[0].shape[0] - 1)[:, None]
+    return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, -torch.inf)
 
 
 def _bias(
