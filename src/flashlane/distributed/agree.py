@@ -61,13 +61,15 @@ def agree(
         RuntimeError: a rank did not make a new call within the group's timeout.
     """
     record = _agreements.setdefault(ranks.group, _Agreements())
+    fields = (*fields, ("the order of the ranks in group", ranks.order or "ascending"))
+    own = ranks.in_group(ranks.rank)
     if error is None and fields in record.calls:
         return record.calls[fields]
     store = distributed_c10d._get_process_group_store(ranks.group)
     number, record.comparisons = record.comparisons, record.comparisons + 1
     keys = [f"flashlane/{number}/{rank}" for rank in range(ranks.size)]
     message = {_ERROR: f"{type(error).__name__}: {error}"} if error else {**dict(fields), _TOLD: told}
-    store.set(keys[ranks.rank], json.dumps(message))
+    store.set(keys[own], json.dumps(message))
     if error is not None:
         raise error
     seconds = timeout_of(ranks.group, device)
@@ -76,7 +78,7 @@ def agree(
     except RuntimeError:
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise RuntimeError(
-            f"rank {', '.join(map(str, late))} of {ranks.size} did not make the call of rank {ranks.rank} within "
+            f"rank {', '.join(map(str, late))} of {ranks.size} did not make the call of rank {own} within "
             f"the group's timeout of {seconds:g} s; all ranks must make the same calls in one order"
         ) from None
     others = [json.loads(store.get(key)) for key in keys]
@@ -87,7 +89,7 @@ def agree(
     if not record.calls and device.type == "cuda":
         # The first batch of messages of a group creates its communicator, in which all ranks must take part.
         dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
-    record.calls[fields] = [said[_TOLD] for said in others]
+    record.calls[fields] = [others[ranks.in_group(rank)][_TOLD] for rank in range(ranks.size)]
     return record.calls[fields]
 
 

@@ -72,6 +72,7 @@ def key_of_call(
         tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
         return (
             (dist.group.WORLD,) if where.group is None else _groups(where.group),
+            where.group if isinstance(where.group, DeviceMesh) else None,  # its ranks may have another order
             _frozen(where.method), _frozen(where.layout), _frozen(seqlen), type(seqlen),
             None if cu_seqlens is None else _lengths(cu_seqlens),
             *[value if type(value) in _PLAIN else _frozen(value) for value in options.values()],
@@ -85,6 +86,8 @@ def key_of_call(
 def _groups(group: Any) -> tuple[dist.ProcessGroup, ...]:
     """The process groups of a call. Meshes with the same ranks are equal even if one of them has destroyed groups."""
     if isinstance(group, DeviceMesh):
+        if group.get_coordinate() is None:
+            raise TypeError  # a mesh without this rank has no groups
         return (group.get_group(),) if group.ndim == 1 else tuple(map(group.get_group, range(group.ndim)))
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError

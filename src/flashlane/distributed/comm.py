@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashlane.core.validate import kind_of
+from flashlane.distributed.cached import outside_modes
 from flashlane.distributed.watch import watch_messages
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -29,10 +30,36 @@ class Ranks:
     group: dist.ProcessGroup
     rank: int
     size: int
+    order: tuple[int, ...] | None = None
+    """The rank in the process group of each rank here; None where they are the same."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Ranks:
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    @classmethod
+    def along(cls, mesh: DeviceMesh, dim: int) -> Ranks:
+        """The ranks of this process's row along a dimension of a mesh, in the order of the mesh.
+
+        The process group of the row has them in ascending order, which is not always that of the mesh.
+        """
+        group, place = mesh.get_group(dim), mesh.get_coordinate()
+        if torch.compiler.is_compiling():  # where nothing is sent: a compiled function divides tensors only
+            return cls(group, place[dim], mesh.size(dim))
+        with outside_modes():
+            members = mesh.mesh.tolist()
+        if mesh.ndim == 2:
+            members = members[place[0]] if dim == 1 else [row[place[1]] for row in members]
+        order = tuple(dist.get_group_rank(group, member) for member in members)
+        return cls(group, place[dim], len(order), None if order == tuple(range(len(order))) else order)
+
+    def in_group(self, rank: int) -> int:
+        """The rank in the process group of one of these ranks."""
+        return rank if self.order is None else self.order[rank]
+
+    def in_job(self, rank: int) -> int:
+        """The rank among all processes of the job of one of these ranks."""
+        return dist.get_global_rank(self.group, self.in_group(rank))
 
 
 def check_rank(rank: int, world_size: int) -> None:
@@ -75,11 +102,11 @@ class Grid:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError("group has no processes: call torch.distributed.init_process_group first")
         if isinstance(group, DeviceMesh):
-            if group.ndim == 1:
-                return cls(Ranks.of(group.get_group()))
-            if group.ndim == 2:
-                return cls(Ranks.of(group.get_group(0)), Ranks.of(group.get_group(1)))
-            raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions; it may have one or two")
+            if group.ndim > 2:
+                raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions; it may have one or two")
+            if group.get_coordinate() is None:
+                raise ValueError("group does not have this rank; every rank of the call must belong to it")
+            return cls(*(Ranks.along(group, dim) for dim in range(group.ndim)))
         if group is None:
             group = dist.group.WORLD
         if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -178,7 +205,7 @@ def check_label(ranks: Ranks, peer: int, label: int, expected: int) -> None:
 
 
 def _operation(what: Any, ranks: Ranks, peer: int, t: torch.Tensor, tag: int = 0) -> dist.P2POp:
-    return dist.P2POp(what, t, dist.get_global_rank(ranks.group, peer), ranks.group, tag)
+    return dist.P2POp(what, t, ranks.in_job(peer), ranks.group, tag)
 
 
 def _compare_labels(

@@ -240,7 +240,8 @@ class GpuMemory(PeerMemory):
         own[:FLAG_BYTES].zero_()
         torch.cuda.synchronize(self.device)
         dist.barrier(self.ranks.group)
-        return own, [int(address) for address in self._handle.buffer_ptrs]
+        addresses = [int(address) for address in self._handle.buffer_ptrs]
+        return own, [addresses[self.ranks.in_group(rank)] for rank in range(self.ranks.size)]
 
     def exchange(self, label: int = 0) -> Exchange:
         if torch.cuda.is_current_stream_capturing():
@@ -391,7 +392,7 @@ class FileMemory(PeerMemory):
             with tempfile.NamedTemporaryFile(prefix="flashlane-", delete=False) as file:
                 file.truncate(self._bytes * ranks.size)
                 name = [file.name]
-        dist.broadcast_object_list(name, dist.get_global_rank(ranks.group, 0), group=ranks.group)
+        dist.broadcast_object_list(name, ranks.in_job(0), group=ranks.group)
         with open(name[0], "r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
         dist.barrier(ranks.group)
@@ -430,7 +431,9 @@ class FileMemory(PeerMemory):
             time.sleep(1e-4)
 
 
-_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, PeerMemory]] = weakref.WeakKeyDictionary()
+_Kind = tuple[torch.device, tuple[int, ...] | None]
+"""A device, and the order of the ranks: meshes of one process group may have several."""
+_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Kind, PeerMemory]] = weakref.WeakKeyDictionary()
 
 
 def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
@@ -439,8 +442,8 @@ def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
     Raises:
         NotImplementedError: the ranks are on several hosts, or there are more than :data:`MOST_RANKS`.
     """
-    of_devices = _memories.setdefault(ranks.group, {})
-    memory = of_devices.get(device)
+    known, name = _memories.setdefault(ranks.group, {}), (device, ranks.order)
+    memory = known.get(name)
     if memory is not None and memory.half >= size:
         return memory
     if ranks.size > MOST_RANKS:
@@ -453,13 +456,13 @@ def memory_of(ranks: Ranks, device: torch.device, size: int) -> PeerMemory:
         torch.cuda.synchronize(device)  # enqueued work may still read the memory that is freed here
     dist.barrier(ranks.group)
     kind = GpuMemory if device.type == "cuda" else FileMemory
-    of_devices[device] = kind(ranks, device, aligned(max(size, 2 * memory.half if memory else 0)))
-    return of_devices[device]
+    known[name] = kind(ranks, device, aligned(max(size, 2 * memory.half if memory else 0)))
+    return known[name]
 
 
 def half_of(ranks: Ranks, device: torch.device) -> int:
     """The bytes of a half of the memory that a group has for a device; 0 without."""
-    memory = _memories.get(ranks.group, {}).get(device)
+    memory = _memories.get(ranks.group, {}).get((device, ranks.order))
     return 0 if memory is None else memory.half
 
 
