@@ -171,3 +171,29 @@ def test_another_call_that_both_ranks_know(pool: RankPool, asked: dict[str, Any]
     found = pool.run(make_another_known_call, change, asked)
     for rank in (0, 1):
         assert found[rank].startswith(f"rank {1 - rank} makes another call than rank {rank}, or is in"), found
+
+
+def attend_by_heads_otherwise(name: str, method: str) -> str:
+    """A call in which rank 0 alone asks for the LSE, or for the gradient of q; the error, or what it gives."""
+    first = dist.get_rank() == 0
+    q, sinks = torch.randn(1, 4, 4, 8, requires_grad=name != "return_lse" and first), torch.randn(4, requires_grad=True)
+    mesh = square_mesh() if method == "usp" else first_ranks(4)
+    lse = {"return_lse": first} if name == "return_lse" else {}
+    try:
+        context_parallel_attn_func(q, q.detach(), q.detach(), sinks=sinks, method=method, group=mesh, **lse)
+    except ValueError as error:
+        return str(error)
+    return "a result"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ulysses", "usp", "allgather"])
+@pytest.mark.parametrize("name", ["requires_grad of q, k and v", "return_lse"])
+def test_what_exchanges_of_heads_depend_on(pool: RankPool, name: str, method: str) -> None:
+    """The other method sends the same messages on all ranks."""
+    found = pool.run(attend_by_heads_otherwise, name, method)
+    if method == "allgather":
+        assert found == ["a result"] * 4
+    else:
+        assert all(f"{name} is True on rank 0, False on rank 1" in each for each in found[:2]), found
+        assert all("must be the same on all" in each for each in found), found

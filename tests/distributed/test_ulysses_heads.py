@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool, first_ranks
+from torch.utils.checkpoint import checkpoint
 
 from flashlane import flash_attn_func
 from flashlane.distributed import context_parallel_attn_func, token_indices
@@ -75,3 +77,31 @@ def test_a_rank_without_heads_takes_part_in_a_backward_of_modifiers_alone(
 def test_no_value_of_a_modifier_reaches_a_rank_without_heads(pool: RankPool) -> None:
     found = pool.run(gradients_of_modifiers, 2, 1, math.nan, ranks=[0, 1])
     assert found[1] == [[0.0], [0.0]]
+
+
+def recomputed() -> list[float]:
+    """How far gradients under activation checkpointing are from those without it, where ranks have no heads or rows."""
+    group, found = first_ranks(2), []
+    for method in ("ulysses", "ring", "allgather"):
+        for rows, heads in ((4, 1), (4, 2), (1 - dist.get_rank(), 1)):
+            x = torch.randn(1, rows, heads, 8, requires_grad=True)
+
+            def attend(x: torch.Tensor, rows: int = rows, method: str = method) -> torch.Tensor:
+                seqlen = 8 if rows == 4 else 1
+                return context_parallel_attn_func(x, x, x, causal=True, seqlen=seqlen, method=method, group=group)
+
+            grads = [
+                torch.autograd.grad(out.square().sum(), x)[0]
+                for out in (attend(x), checkpoint(attend, x, use_reentrant=False))
+            ]
+            found.append(float((grads[0] - grads[1]).abs().sum()))
+    return found
+
+
+@pytest.mark.slow
+def test_a_rank_without_heads_computes_the_exchange_again_as_the_others_do(tmp_path: Path) -> None:
+    own = RankPool(2, tmp_path)
+    try:
+        assert own.run(recomputed) == [[0.0] * 9] * 2
+    finally:
+        own.close()

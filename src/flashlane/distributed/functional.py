@@ -308,6 +308,8 @@ def _checked(
         _check_rows(inputs.q, call[0], grid)
         how = f"{options['transport']}{' (polled)' if POLLED else ''}, {options['heads_k_stride']}"
         fields = _fields(inputs, modifiers, call, how)
+        if call[2] in ("ulysses", "usp"):  # which exchange the LSE, and the gradients of q, k and v, with all ranks
+            fields += (("return_lse", bool(options["return_lse"])), ("requires_grad of q, k and v", _any_grad(inputs)))
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
     try:
@@ -445,6 +447,11 @@ def _checked_call(
     return division, settings, method
 
 
+def _any_grad(inputs: Inputs) -> bool:
+    """Whether q, k or v has a gradient."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in (inputs.q, inputs.k, inputs.v))
+
+
 def _fields(
     inputs: Inputs, modifiers: Modifiers, call: tuple[Division, Settings, Method], how: str
 ) -> tuple[tuple[str, object], ...]:
@@ -579,8 +586,9 @@ class _Call:
         if not results:
             # Gradients of 0, as of the queries: a backward exchanges on all ranks or on none. Sums of no values are 0
             # whatever a modifier holds.
+            # The product keeps a tensor, so that activation checkpointing computes the exchange again here, too.
             zero = sum((t.sum() for t in modifiers.heads(slice(0, 0)) if t is not None), all_q.sum())
-            out = all_q.new_empty((*all_q.shape[:3], v.shape[-1])) + zero
+            out = all_q.new_empty((*all_q.shape[:3], v.shape[-1])) + zero * zero
             results = [(out, all_q.new_empty((all_q.shape[0], 0, all_q.shape[1]), dtype=compute_dtype(q.dtype)))]
         out = results[0][0] if len(results) == 1 else torch.cat([each for each, _ in results], dim=2)
         if not self.returns_lse:
