@@ -113,6 +113,28 @@ def test_a_slice_of_another_package_is_refused() -> None:
         cp.llama3_flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, 1, slice(0, 4))
 
 
+def wrong_on_rank_1() -> list[str]:
+    """The errors of calls whose arguments are wrong on rank 1 alone."""
+    group, rank, q = first_ranks(2), dist.get_rank(), torch.randn(4, 2, 8)
+    *sizes, keys = cp.llama3_flash_attn_prepare_cu_seqlens([0, 3, 8], True, rank, 2)
+    found = []
+    for call in (
+        lambda: cp.llama3_flash_attn_varlen_func(q, q, q, *sizes, 1, slice(0, 8) if rank else keys, group=group),
+        lambda: cp.zigzag_ring_flash_attn_varlen_func(q, q, q, [0, 5, 4] if rank else [0, 2, 4], 2, group=group),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            call()
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.slow
+def test_all_ranks_are_told_what_is_wrong_on_one(pool: RankPool) -> None:
+    for errors in pool.run(wrong_on_rank_1, ranks=[0, 1]):
+        assert "local_k_slice is a slice; it must be what flashlane.distributed.llama3" in errors[0]
+        assert "cu_seqlens is [0, 5, 4]; it must have two numbers or more, start at 0 and never fall" in errors[1]
+
+
 def under_torchs(length: int, causal: bool) -> list[Any]:
     """torch divides the buffers; its attention is ours inside; gradients too."""
     from torch.distributed.tensor.experimental import context_parallel

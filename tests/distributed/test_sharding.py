@@ -154,3 +154,32 @@ def outside() -> str:
 def test_a_rank_outside_of_the_group_is_told(pool: RankPool) -> None:
     found = pool.run(outside)
     assert found[1] == "" and all(each.startswith("group does not have this rank") for each in found[:1] + found[2:])
+
+
+def joined_compiled_and_complex() -> list[bool]:
+    """Whether a compiled function joins as another does, and complex numbers have the gradients of real ones."""
+    group, x = first_ranks(2), torch.randn(2, 3, 2, dtype=torch.float64, requires_grad=True)
+    whole = unshard_sequence(x, group=group)
+    compiled = torch.compile(lambda x: unshard_sequence(x, group=group) + 1, backend="eager")
+    weights = torch.randn(whole.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    both = unshard_sequence(torch.view_as_complex(x), group=group)
+    (right,) = torch.autograd.grad((whole * weights).sum(), x)
+    (found,) = torch.autograd.grad((torch.view_as_real(both) * weights).sum(), x)
+    return [torch.equal(compiled(x), whole + 1), torch.equal(torch.view_as_real(both), whole), torch.equal(found, right)]
+
+
+@pytest.mark.slow
+def test_compiled_functions_and_complex_numbers_are_joined(pool: RankPool) -> None:
+    assert pool.run(joined_compiled_and_complex, ranks=[0, 1]) == [[True] * 3] * 2
+
+
+def test_device_0_is_no_default() -> None:
+    """It is the first accelerator, or an error where there is none, but not the CPU."""
+    try:
+        wanted = torch.device(0)
+    except RuntimeError as error:
+        for call in (token_indices, position_ids):
+            with pytest.raises(RuntimeError, match=re.escape(str(error)[:30])):
+                call(4, rank=0, world_size=2, device=0)
+    else:
+        assert token_indices(4, rank=0, world_size=2, device=0).device == wanted

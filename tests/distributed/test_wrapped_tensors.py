@@ -9,7 +9,13 @@ import pytest
 import torch
 from rank_pool import RankPool, first_ranks
 
-from flashlane.distributed import context_parallel_attn_func, context_parallel_attn_varlen_func
+from flashlane.distributed import (
+    context_parallel_attn_func,
+    context_parallel_attn_varlen_func,
+    explain_transport,
+    shard_sequence,
+    unshard_sequence,
+)
 
 WAYS = (
     {"method": "allgather"},
@@ -63,6 +69,31 @@ def refusals() -> list[str]:
     ]
 
 
+def refusals_by_name() -> list[str]:
+    """The errors of tensors whose numbers are of all ranks, or that no rank can send."""
+    group, x = first_ranks(2), torch.randn(1, 4, 2, 8)
+    slopes, lengths = torch.ones(2).as_subclass(Sharded), torch.tensor([0, 8]).as_subclass(Sharded)
+    meta = x.to("meta")
+    calls: list[Callable[[], Any]] = [
+        lambda: context_parallel_attn_func(x, x, x, sinks=slopes, group=group),
+        lambda: context_parallel_attn_func(x, x, x, causal=True, alibi_slopes=slopes, group=group),
+        lambda: context_parallel_attn_varlen_func(x[0], x[0], x[0], lengths, group=group),
+        lambda: shard_sequence(x.as_subclass(Sharded), group=group),
+        lambda: unshard_sequence(x.as_subclass(Sharded), group=group),
+        lambda: context_parallel_attn_func(meta, meta, meta, group=group),
+        lambda: unshard_sequence(meta, group=group),
+        lambda: explain_transport(group, "meta"),
+        lambda: explain_transport(group, 1.5),
+        lambda: context_parallel_attn_func(x, x, x, torch.tensor([0.0, 0.5]), group=group),
+    ]
+    found = []
+    for call in calls:
+        with pytest.raises((TypeError, ValueError, NotImplementedError)) as error:
+            call()
+        found.append(str(error.value))
+    return found
+
+
 @pytest.mark.slow
 def test_batches_of_gradients_are_computed_one_by_one(pool: RankPool) -> None:
     assert pool.run(batches_agree, ranks=[0, 1]) == [[True] * len(WAYS)] * 2
@@ -75,3 +106,17 @@ def test_what_has_no_rule_is_refused_by_name_after_a_call_like_it(pool: RankPool
         assert sharded.startswith("TypeError: q is a DTensor; it must be this rank's own torch.Tensor")
         assert all(said.startswith(f"NotImplementedError: {transform}") for said in transformed)
         assert lengths.startswith("TypeError: cu_seqlens is torch.int64 of shape (2,) on meta; it must hold whole")
+
+
+@pytest.mark.slow
+def test_other_tensors_are_refused_by_name(pool: RankPool) -> None:
+    local = "is a DTensor; it must be this rank's own torch.Tensor, as"
+    beginnings = [
+        *(f"{name} {local} {name}.to_local()" for name in ("sinks", "alibi_slopes", "cu_seqlens", "x", "x")),
+        *(f"{name} is on meta, and group has no backend for it; group has cpu:gloo" for name in ("q", "x", "device")),
+        "device is 1.5; it must be a torch.device, the name of one or None",
+        "dropout_p is tensor([0.0000, 0.5000]); context parallelism has no dropout: it must be 0",
+    ]
+    for errors in pool.run(refusals_by_name, ranks=[0, 1]):
+        for error, beginning in zip(errors, beginnings, strict=True):
+            assert error.startswith(beginning)

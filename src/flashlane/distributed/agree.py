@@ -14,13 +14,13 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from flashlane.distributed.comm import Ranks
+from flashlane.distributed.comm import Grid, Ranks
 from flashlane.distributed.watch import timeout_of
 
 Fields = tuple[tuple[str, object], ...]
@@ -109,6 +109,12 @@ def agree_on_grid(
     if error is not None:
         raise error
     return found
+
+
+def raise_on_all(grid: Grid, error: Exception) -> NoReturn:
+    """Raise why this rank cannot make a call; ranks that make it raise an error with its text."""
+    agree_on_grid(grid.groups, (), torch.device("cpu"), error)
+    raise error
 
 
 def _compare(ranks: Ranks, mine: dict[str, object], others: list[dict[str, object]]) -> None:

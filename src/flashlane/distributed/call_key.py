@@ -38,14 +38,36 @@ class Refused(NamedTuple):
     lacks_cu_seqlens: bool = False
 
 
-def refuse_wrapped(inputs: Inputs) -> None:
+def refuse(refused: Refused) -> None:
+    """Raise TypeError or NotImplementedError for arguments that are refused."""
+    if refused.lacks_cu_seqlens:
+        raise TypeError("cu_seqlens is None; it must be whole numbers, (documents + 1,)")
+    if _is_given(refused.dropout_p):
+        raise NotImplementedError(
+            f"dropout_p is {refused.dropout_p!r}; context parallelism has no dropout: it must be 0"
+        )
+    if _is_given(refused.return_attn_probs):
+        raise NotImplementedError("return_attn_probs is True; context parallelism returns the LSE with return_lse=True")
+    if refused.attn_bias is not None:
+        raise NotImplementedError("attn_bias is given; context parallelism has no bias: it must be None")
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a value is true; one that is not a single number, such as a tensor of several, is no 0 and no False."""
+    try:
+        return bool(value)
+    except (RuntimeError, ValueError):
+        return True
+
+
+def refuse_wrapped(inputs: Inputs, modifiers: Modifiers) -> None:
     """Raise for tensors that are not one rank's alone, and for a transform, whose tensors are not sent."""
     if _transforms_active():
         raise NotImplementedError(
             "context parallelism is called under a transform of torch.func (vmap, grad, vjp, jvp), for which it has no "
             "rule; torch.autograd differentiates it"
         )
-    for name, t in zip("qkv", (inputs.q, inputs.k, inputs.v), strict=True):
+    for name, t in {"q": inputs.q, "k": inputs.k, "v": inputs.v, **modifiers._asdict()}.items():
         if hasattr(t, "to_local"):
             raise TypeError(f"{name} is a DTensor; it must be this rank's own torch.Tensor, as {name}.to_local() is")
 
@@ -67,7 +89,7 @@ def key_of_call(
     try:
         if any(value is not None and value is not False and value != 0.0 for value in refused):
             return None
-        if _transforms_active() or any(hasattr(t, "to_local") for t in (inputs.q, inputs.k, inputs.v)):
+        if _transforms_active() or any(hasattr(t, "to_local") for t in (inputs.q, inputs.k, inputs.v, *modifiers)):
             return None  # which refuse_wrapped refuses
         tensors = (inputs.q, inputs.k, inputs.v, *modifiers)
         return (

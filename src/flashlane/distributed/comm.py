@@ -68,6 +68,16 @@ def check_rank(rank: int, world_size: int) -> None:
         raise ValueError(f"rank is {rank!r} of world_size {world_size!r}; it must be 0 to below it")
 
 
+def check_backend(group: dist.ProcessGroup, name: str, device: torch.device) -> None:
+    """Raise ValueError if a group has no backend for the device of an argument."""
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        raise ValueError(
+            f"{name} is on {device}, and group has no backend for it; group has {dist.get_backend_config(group)}"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Grid:
     """The ranks of a call: one group, or a mesh of two dimensions.

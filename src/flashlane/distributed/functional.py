@@ -31,8 +31,8 @@ from flashlane.core.validate import (
 from flashlane.distributed.agree import agree, agree_on_grid
 from flashlane.distributed.allgather import GatherAttention
 from flashlane.distributed.attend import Settings
-from flashlane.distributed.call_key import Key, Refused, Where, forget_destroyed, key_of_call, refuse_wrapped
-from flashlane.distributed.comm import Grid, Group, Ranks, label_of
+from flashlane.distributed.call_key import Key, Refused, Where, forget_destroyed, key_of_call, refuse, refuse_wrapped
+from flashlane.distributed.comm import Grid, Group, Ranks, check_backend, label_of
 from flashlane.distributed.copies import half_of_call
 from flashlane.distributed.gather import Task
 from flashlane.distributed.head_copies import HeadCopies, HeadTask, refuse_messages, task_of
@@ -220,6 +220,8 @@ def lengths_of(cu_seqlens: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     Raises:
         TypeError, ValueError: ``cu_seqlens`` is not at least two integers that start at 0 and never decrease.
     """
+    if hasattr(cu_seqlens, "to_local"):
+        raise TypeError("cu_seqlens is a DTensor; it must be this rank's own torch.Tensor, as cu_seqlens.to_local() is")
     if hasattr(cu_seqlens, "__array__"):
         cu_seqlens = torch.as_tensor(cu_seqlens)
         no_numbers = cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool or cu_seqlens.is_meta
@@ -296,8 +298,9 @@ def _checked(
     call: tuple[Division, Settings, Method] | None = None
     fields: tuple[tuple[str, object], ...] = ()
     try:
-        _refuse(refused)
-        refuse_wrapped(inputs)
+        refuse(refused)
+        refuse_wrapped(inputs, modifiers)
+        check_backend(grid.keys.group, "q", device)
         if _is_captured(device):
             raise NotImplementedError(
                 "a CUDA graph captures a call that was not made before; make it once before the capture, with "
@@ -327,7 +330,7 @@ def _is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def explain_transport(group: Group = None, device: torch.device | None = None) -> tuple[Transport, str]:
+def explain_transport(group: Group = None, device: torch.device | str | None = None) -> tuple[Transport, str]:
     """Which transport "auto" takes for calls of "allgather", and why. All ranks of the group must call it.
 
     Args:
@@ -340,29 +343,22 @@ def explain_transport(group: Group = None, device: torch.device | None = None) -
         than copies take, or is captured in a CUDA graph.
 
     Raises:
-        TypeError, ValueError: ``group`` is not valid.
+        TypeError, ValueError: ``group`` or ``device`` is not valid.
         RuntimeError: a rank did not answer within the group's timeout.
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    told = agree(Grid.of(group).keys, (("explain_transport", device.type),), device, told=place_of(device))
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}; it must be a torch.device, the name of one or None") from None
+    ranks = Grid.of(group).keys
+    check_backend(ranks.group, "device", device)
+    told = agree(ranks, (("explain_transport", device.type),), device, told=place_of(device))
     reason = why_not_copies([Place(*each) for each in told])
     if reason is not None:
         return "messages", reason
     return "copies", "all ranks are on one host, and their GPUs reach each other's memory"
-
-
-def _refuse(refused: Refused) -> None:
-    if refused.lacks_cu_seqlens:
-        raise TypeError("cu_seqlens is None; it must be whole numbers, (documents + 1,)")
-    if refused.dropout_p:
-        raise NotImplementedError(
-            f"dropout_p is {refused.dropout_p!r}; context parallelism has no dropout: it must be 0"
-        )
-    if refused.return_attn_probs:
-        raise NotImplementedError("return_attn_probs is True; context parallelism returns the LSE with return_lse=True")
-    if refused.attn_bias is not None:
-        raise NotImplementedError("attn_bias is given; context parallelism has no bias: it must be None")
 
 
 def _checked_lengths(inputs: Inputs, modifiers: Modifiers, cu_seqlens: Any, seqlen: Any, grid: Grid) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashlane.distributed.agree import raise_on_all
 from flashlane.distributed.comm import Grid, check_rank
 from flashlane.distributed.functional import (
     context_parallel_attn_func,
@@ -154,11 +155,13 @@ def llama3_flash_attn_varlen_func(
         TypeError: ``local_k_slice`` is something else.
     """
     if not isinstance(local_k_slice, LocalKeys):
-        what = type(local_k_slice).__name__
-        raise TypeError(
-            f"local_k_slice is a {what}; it must be what flashlane.distributed.llama3_flash_attn_prepare_cu_seqlens "
-            f"returned"
+        error = TypeError(
+            f"local_k_slice is a {type(local_k_slice).__name__}; it must be what "
+            f"flashlane.distributed.llama3_flash_attn_prepare_cu_seqlens returned"
         )
+        if not dist.is_initialized():
+            raise error  # there is nobody to tell
+        raise_on_all(Grid.of(group), error)
     out, lse = context_parallel_attn_varlen_func(
         q, k, v, local_k_slice.cu_seqlens, dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes,
         deterministic, group=group, method="allgather", layout="contiguous", heads_k_stride=heads_k_stride,
@@ -192,10 +195,12 @@ def zigzag_ring_flash_attn_varlen_func(
             are in each document. For documents of any length, call :func:`context_parallel_attn_varlen_func`.
         max_seqlen: not read.
     """
-    size = Grid.of(group).size
-    whole = [0]
-    for length in lengths_of(cu_seqlens):
-        whole.append(whole[-1] + length * size)
+    grid, whole = Grid.of(group), [0]
+    try:
+        for length in lengths_of(cu_seqlens):
+            whole.append(whole[-1] + length * grid.size)
+    except (TypeError, ValueError) as error:
+        raise_on_all(grid, error)
     out, lse = context_parallel_attn_varlen_func(
         q, k, v, whole, dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes, deterministic, group=group,
         method="ring", layout="zigzag", return_lse=True,

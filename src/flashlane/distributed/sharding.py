@@ -13,7 +13,7 @@ from flashlane.core.validate import kind_of, whole_number
 from flashlane.distributed import comm
 from flashlane.distributed import layout as layouts
 from flashlane.distributed.agree import Fields, agree_on_grid
-from flashlane.distributed.comm import Grid, Group, Message, Ranks, check_rank
+from flashlane.distributed.comm import Grid, Group, Message, Ranks, check_backend, check_rank
 from flashlane.distributed.functional import digest, lengths_of
 from flashlane.distributed.layout import Layout, order_of_shards, rows_of, runs_of
 from flashlane.distributed.once import differentiated_once
@@ -52,7 +52,7 @@ def token_indices(
         TypeError, ValueError: an argument is not valid; the message names it.
     """
     where = _where(seqlen, cu_seqlens, layout, group, rank, world_size)
-    return layouts.token_indices(*where).to(device or "cpu", copy=True)
+    return layouts.token_indices(*where).to("cpu" if device is None else device, copy=True)
 
 
 def position_ids(
@@ -70,7 +70,7 @@ def position_ids(
     The arguments and errors are those of :func:`token_indices`.
     """
     where = _where(seqlen, cu_seqlens, layout, group, rank, world_size)
-    return layouts.token_positions(*where).to(device or "cpu", copy=True)
+    return layouts.token_positions(*where).to("cpu" if device is None else device, copy=True)
 
 
 def shard_sequence(
@@ -97,6 +97,7 @@ def shard_sequence(
     return x.index_select(dim, layouts.token_indices(layout, lengths, grid.size, grid.rank).to(x.device))
 
 
+@torch.compiler.disable
 def unshard_sequence(
     x: torch.Tensor,
     dim: int = 1,
@@ -144,6 +145,7 @@ def unshard_sequence(
                     f"{counts[rank]} of {sum(lengths)}"
                 )
             fields = _fields(x, dim, layout, lengths, cu_seqlens is not None)
+            check_backend(grid.keys.group, "x", x.device)
     except (TypeError, ValueError) as found:
         error = found
     device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
@@ -199,7 +201,7 @@ class _Join(torch.autograd.Function):
         others = [peer for peer in range(ranks.size) if peer != ranks.rank]
         sends, receives = ([(peer, each[peer]) for peer in others] for each in (parts, found))
         comm.start(ranks, sends, receives, comm.label_of("gradients of tokens", sizes)).wait()
-        total = torch.zeros_like(own, dtype=compute_dtype(own.dtype)) if own.is_floating_point() else None
+        total = torch.zeros_like(own, dtype=own.dtype if own.is_complex() else compute_dtype(own.dtype))
         for part in found:
             total = total + part
         return None, None, total.to(grad.dtype)
@@ -214,6 +216,8 @@ def _part(x: torch.Tensor, dim: int, run: layouts.Run) -> torch.Tensor:
 def _check_axis(x: torch.Tensor, dim: int) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is {kind_of(x)}; it must be a torch.Tensor")
+    if hasattr(x, "to_local"):
+        raise TypeError("x is a DTensor; it must be this rank's own torch.Tensor, as x.to_local() is")
     if type(dim) is not int or not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim!r}; x has {x.dim()} axes")
 
