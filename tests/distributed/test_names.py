@@ -223,3 +223,51 @@ def test_documents_are_numbers_or_a_tensor() -> None:
         cp.llama3_flash_attn_prepare_cu_seqlens(cu, True, 1, 2) for cu in (DOCUMENTS, torch.tensor(DOCUMENTS))
     )
     assert all(torch.equal(a, b) for a, b in zip(one[:2], other[:2], strict=True)) and one[2:] == other[2:]
+
+
+def overlapping_contexts() -> list[bool]:
+    """Whether a context that another one outlives takes nothing from it, and all is torch's again in the end."""
+    plain = F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
+    group, x = first_ranks(2), torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = []
+    for order in ((0, 1, 2), (1, 0, 2), (1, 2, 0), (2, 1, 0)):
+        contexts = [cp.context_parallel_sdpa(group) for _ in order]
+        for each in contexts:
+            each.__enter__()
+        inside = F.scaled_dot_product_attention(x, x, x)
+        for number in order[:-1]:
+            contexts[number].__exit__(None, None, None)
+            found.append(torch.equal(F.scaled_dot_product_attention(x, x, x), inside))
+            found.append(not torch.backends.mha.get_fastpath_enabled())
+        contexts[order[-1]].__exit__(None, None, None)
+        after = (
+            F.scaled_dot_product_attention,
+            F.multi_head_attention_forward,
+            torch.backends.mha.get_fastpath_enabled(),
+        )
+        found.append(after == plain)
+    return found
+
+
+@pytest.mark.slow
+def test_contexts_that_overlap(pool: RankPool) -> None:
+    assert pool.run(overlapping_contexts, ranks=[0, 1]) == [[True] * 20] * 2
+
+
+def refused_on_rank_1() -> list[str]:
+    """The errors of calls in the context that are wrong on rank 1 alone."""
+    q, wrong = torch.randn(1, 2, 4, 8), dist.get_rank() == 1
+    found = []
+    with cp.context_parallel_sdpa(first_ranks(2)):
+        for key, mask in ((q, torch.zeros(4, 4) if wrong else None), (q[0] if wrong else q, None)):
+            with pytest.raises((NotImplementedError, ValueError)) as error:
+                F.scaled_dot_product_attention(q, key, q, attn_mask=mask, scale=0.321)
+            found.append(str(error.value))
+    return found
+
+
+@pytest.mark.slow
+def test_all_ranks_are_told_what_the_context_refuses_on_one(pool: RankPool) -> None:
+    for mask, shape in pool.run(refused_on_rank_1, ranks=[0, 1]):
+        assert "attn_mask is given; context parallelism has none" in mask
+        assert "key has shape (2, 4, 8); it must be (batch, heads, tokens, head_dim)" in shape

@@ -165,7 +165,11 @@ def joined_compiled_and_complex() -> list[bool]:
     both = unshard_sequence(torch.view_as_complex(x), group=group)
     (right,) = torch.autograd.grad((whole * weights).sum(), x)
     (found,) = torch.autograd.grad((torch.view_as_real(both) * weights).sum(), x)
-    return [torch.equal(compiled(x), whole + 1), torch.equal(torch.view_as_real(both), whole), torch.equal(found, right)]
+    return [
+        torch.equal(compiled(x), whole + 1),
+        torch.equal(torch.view_as_real(both), whole),
+        torch.equal(found, right),
+    ]
 
 
 @pytest.mark.slow

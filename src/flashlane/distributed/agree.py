@@ -111,6 +111,7 @@ def agree_on_grid(
     return found
 
 
+@torch.compiler.disable
 def raise_on_all(grid: Grid, error: Exception) -> NoReturn:
     """Raise why this rank cannot make a call; ranks that make it raise an error with its text."""
     agree_on_grid(grid.groups, (), torch.device("cpu"), error)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from flashlane.core.validate import kind_of
+from flashlane.distributed.agree import raise_on_all
 from flashlane.distributed.comm import Grid, Group
 from flashlane.distributed.functional import Method, check_method, context_parallel_attn_func
 from flashlane.distributed.layout import Layout, check_layout
@@ -49,6 +52,9 @@ def context_parallel_sdpa(
     ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call the function, too: torch's fused inference path of
     them (``torch.backends.mha``) is off in the context, as it would attend to this rank's tokens only.
     ``need_weights=True``, the default of ``nn.MultiheadAttention``, raises NotImplementedError.
+
+    The function is replaced in all threads of the process, since a backward that computes activations again may run in
+    another one. Of several contexts that are open, the last one that was entered has the calls of all threads.
     """
 
     Grid.of(group)
@@ -66,29 +72,65 @@ def context_parallel_sdpa(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if attn_mask is not None:
-            raise NotImplementedError("attn_mask is given; context parallelism has none: use is_causal or no mask")
-        if query.dim() != 4:
-            raise ValueError(f"query has shape {tuple(query.shape)}; it must be (batch, heads, tokens, head_dim)")
-        if not enable_gqa and query.shape[1] != key.shape[1]:
-            raise ValueError(
-                f"key has {key.shape[1]} heads and query has {query.shape[1]}; they may differ only when enable_gqa is "
-                f"True"
-            )
+        refusal = _refusal({"query": query, "key": key, "value": value}, attn_mask, enable_gqa)
+        if refusal is not None:
+            raise_on_all(Grid.of(group), refusal)
         where: dict[str, Any] = {"group": group, "method": method, "seqlen": seqlen}
         where["layout"] = layout or ("contiguous" if seqlen is None and query.shape[2] % 2 else "zigzag")
         tensors = (t.transpose(1, 2) for t in (query, key, value))
         return context_parallel_attn_func(*tensors, dropout_p, scale, is_causal, **where).transpose(1, 2)
 
-    before = F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
-    F.scaled_dot_product_attention = attention
-    F.multi_head_attention_forward = _without_weights(F.multi_head_attention_forward)
-    torch.backends.mha.set_fastpath_enabled(False)
+    with _lock:
+        forward = F.multi_head_attention_forward
+        own = {"scaled_dot_product_attention": attention, "multi_head_attention_forward": _without_weights(forward)}
+        before = {name: getattr(F, name) for name in own}
+        for name, function in own.items():
+            setattr(F, name, function)
+        _fused.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        F.scaled_dot_product_attention, F.multi_head_attention_forward, fused = before
-        torch.backends.mha.set_fastpath_enabled(fused)
+        with _lock:
+            for name, function in own.items():
+                _restore(name, function, before[name])
+            fused = _fused.pop()
+            if not _fused:
+                torch.backends.mha.set_fastpath_enabled(fused)
+
+
+_lock = threading.Lock()
+_fused: list[bool] = []
+"""Whether torch's fused inference path was on when each of the contexts that are open was entered."""
+_ended: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""The functions of contexts that ended before others that were entered later, and what they had replaced."""
+
+
+def _restore(name: str, own: Callable[..., Any], before: Callable[..., Any]) -> None:
+    """Put back what a context replaced; where another context is open on top of it, that one does so when it ends."""
+    if getattr(F, name) is not own:
+        _ended[own] = before
+        return
+    while before in _ended:
+        before = _ended.pop(before)
+    setattr(F, name, before)
+
+
+def _refusal(tensors: dict[str, Any], attn_mask: Any, enable_gqa: bool) -> Exception | None:
+    """Why a call in the context is refused, or None."""
+    if attn_mask is not None:
+        return NotImplementedError("attn_mask is given; context parallelism has none: use is_causal or no mask")
+    for name, t in tensors.items():
+        if not isinstance(t, torch.Tensor):
+            return TypeError(f"{name} is {kind_of(t)}; it must be a torch.Tensor")
+        if t.dim() != 4:
+            return ValueError(f"{name} has shape {tuple(t.shape)}; it must be (batch, heads, tokens, head_dim)")
+    heads, kv_heads = tensors["query"].shape[1], tensors["key"].shape[1]
+    if not enable_gqa and heads != kv_heads:
+        return ValueError(
+            f"key has {kv_heads} heads and query has {heads}; they may differ only when enable_gqa is True"
+        )
+    return None
 
 
 def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
