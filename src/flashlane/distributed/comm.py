@@ -43,7 +43,7 @@ class Ranks:
 
         The process group of the row has them in ascending order, which is not always that of the mesh.
         """
-        group, place = mesh.get_group(dim), mesh.get_coordinate()
+        group, place = mesh.get_group(dim), tuple(mesh.get_coordinate() or ())
         if torch.compiler.is_compiling():  # where nothing is sent: a compiled function divides tensors only
             return cls(group, place[dim], mesh.size(dim))
         with outside_modes():
