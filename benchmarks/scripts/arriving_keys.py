@@ -305,7 +305,7 @@ def check_one_launch(case: Case) -> dict[str, Any]:
             "untouched": untouched, "config": KERNEL.config(call.problem).describe()}  # fmt: skip
 
 
-def check_arrivals(case: Case, repeats: int, until: float, delay: float = 3e-4) -> dict[str, Any]:
+def check_arrivals(case: Case, repeats: int, until: float) -> dict[str, Any]:
     """Calls whose keys arrive meanwhile, against the launch over keys that are there: same bits at each repeat."""
     call, chance = Call(case), random.Random(1)
     expected = call.one_launch()
@@ -314,7 +314,7 @@ def check_arrivals(case: Case, repeats: int, until: float, delay: float = 3e-4) 
     for _ in range(repeats):
         if time.monotonic() > until:
             break
-        waited += transport.once(chance, delay)
+        waited += transport.once(chance, 3e-4)
         wrong += not same((transport.out, transport.lse), expected)
         runs += 1
     # The check must be able to fail: with flags that are set too early, NaN must be seen.

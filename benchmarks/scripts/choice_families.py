@@ -417,19 +417,19 @@ def decode_calls(shape: Shape, device: torch.device, checked: bool = True) -> Ca
 FAMILIES = {
     "hopper_forward": Family(
         "choices_forward",
-        lambda seed, count: hopper_shapes(seed, count, "forward", 2.5e12),
+        lambda seed, count: hopper_shapes(seed, count, 2.5e12),
         hopper_forward_calls,
         lambda problem: hopper_sources(problem, "forward"),
     ),
     "hopper_forward_unaligned": Family(
         "choices_forward_unaligned",
-        lambda seed, count: hopper_shapes(seed, count, "forward", 2.5e12, unaligned=True),
+        lambda seed, count: hopper_shapes(seed, count, 2.5e12, unaligned=True),
         hopper_forward_calls,
         lambda problem: hopper_sources(problem, "forward"),
     ),
     "hopper_backward": Family(
         "choices_backward",
-        lambda seed, count: hopper_shapes(seed, count, "backward", 1.0e12),
+        lambda seed, count: hopper_shapes(seed, count, 1.0e12),
         hopper_backward_calls,
         lambda problem: hopper_sources(problem, "backward"),
     ),

@@ -34,18 +34,15 @@ ANY_SIZE = replace(
 """Dense problems from one head with 128 keys on: what fills a part of the GPU too."""
 
 
-def hopper_shapes(
-    seed: int, count: int, direction: str, most_flop: float, head_dims: tuple[int, ...] = HEAD_DIMS,
-    unaligned: bool = False,
-) -> list[Shape]:  # fmt: skip
+def hopper_shapes(seed: int, count: int, most_flop: float, unaligned: bool = False) -> list[Shape]:
     """The first problems of a seed that the Hopper kernels are timed on.
+
+    Those of :data:`HEAD_DIMS` are taken; of other head dims, one problem in :data:`OTHERS`.
 
     Args:
         seed: of the problems.
         count: how many.
-        direction: forward or backward.
         most_flop: of the forward pass of a problem.
-        head_dims: those that are taken; of other ones, one problem in :data:`OTHERS`.
         unaligned: only problems whose rows do not start on a sector and whose K and V exceed the L2 cache.
     """
     shapes, number, others = [], 0, 0
@@ -56,7 +53,7 @@ def hopper_shapes(
             keys = sum(key_length for _, key_length in case.lengths) * case.kv_heads
             if 2 * case.head_dim % SECTOR == 0 or 4 * case.head_dim * keys < L2_MIB << 20:
                 continue
-        elif case.head_dim not in head_dims or case.head_dim_v != case.head_dim:
+        elif case.head_dim not in HEAD_DIMS or case.head_dim_v != case.head_dim:
             others += 1
             if others % OTHERS:
                 continue

@@ -114,7 +114,7 @@ def shapes() -> Iterator[tuple[str, Shape]]:
         yield from (("dims", Shape(2, 16, 16, 8192, 8192, head_dim, head_dim, causal)) for causal in masks)
     for batch, seqlen in ((4, 4096), (1, 16384)):
         yield "gqa", Shape(batch, 32, 8, seqlen, seqlen, 128, 128, True)
-    lengths = log_normal_lengths(32)
+    lengths = log_normal_lengths()
     yield "varlen", Shape(len(lengths), 32, 8, max(lengths), max(lengths), 128, 128, True, lengths=lengths)
     for head_dim in (64, 96, 128, 160, 192, 256):
         for causal in masks:

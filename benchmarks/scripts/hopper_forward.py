@@ -54,7 +54,7 @@ def suite(name: str) -> Iterator[Shape]:
         yield Shape(2, 32, 8, 8192, 8192, 128, 128, True)
         yield Shape(4, 32, 8, 4096, 4096, 128, 128, False)
         yield Shape(1, 8, 1, 2048, 2048, 128, 128, True)
-        lengths = log_normal_lengths(32)
+        lengths = log_normal_lengths()
         yield Shape(len(lengths), 32, 8, max(lengths), max(lengths), 128, 128, True, lengths=lengths)
     elif name == "dims":
         for head_dim, head_dim_v in ((80, 80), (96, 96), (112, 112), (160, 160), (192, 128), (192, 192)):
@@ -68,7 +68,7 @@ def suite(name: str) -> Iterator[Shape]:
         yield Shape(1, 32, 8, 32768, 32768, 128, 128, True, window=1024)
         yield Shape(1, 8, 8, 256, 32768, 128, 128, False)
         yield Shape(1, 8, 1, 2048, 2048, 128, 128, True)
-        lengths = log_normal_lengths(32)
+        lengths = log_normal_lengths()
         yield Shape(len(lengths), 32, 8, max(lengths), max(lengths), 128, 128, True, lengths=lengths)
     else:
         raise ValueError(f"suite is {name!r}; it may be grid, dims, shapes or served")

@@ -116,9 +116,9 @@ def test_zsh_offers(typed, offered, environment, tmp_path):
         os.close(terminal)
 
 
-def shown_until(terminal: int, words: str, seconds: float = 300.0) -> str:
-    """What a terminal shows until the words are there, or the time is over."""
-    shown, end = "", time.monotonic() + seconds
+def shown_until(terminal: int, words: str) -> str:
+    """What a terminal shows until the words are there, or five minutes are over."""
+    shown, end = "", time.monotonic() + 300.0
     while words not in shown and time.monotonic() < end:
         if select.select([terminal], [], [], 0.2)[0]:
             shown += os.read(terminal, 65536).decode(errors="replace")

@@ -147,16 +147,14 @@ def judge(
     assert not wrong, "; ".join(wrong)
 
 
-def without_an_owner(
-    problem: AttentionProblem, inputs: Inputs, what: BackwardInputs, keys: int = 40
-) -> tuple[Inputs, BackwardInputs]:
-    """Packed sequences with NaN in every row that belongs to none, ``keys`` of them behind k and v.
+def without_an_owner(inputs: Inputs, what: BackwardInputs) -> tuple[Inputs, BackwardInputs]:
+    """Packed sequences with NaN in every row that belongs to none, 40 of them behind k and v.
 
     The gradients of those rows must be 0, as :func:`backward_inputs` has them for q.
     """
 
     def longer(t: torch.Tensor, value: float = math.nan) -> torch.Tensor:
-        space = t.new_full((t.shape[0] + keys, *t.shape[1:]), value)
+        space = t.new_full((t.shape[0] + 40, *t.shape[1:]), value)
         space[: t.shape[0]] = t.detach()
         return space
 

@@ -120,7 +120,7 @@ class Drawn:
         if self.out == "transposed":
             out = what.out.transpose(-3, -2).contiguous().transpose(-3, -2)
             what = replace(what, out=out, lse=what.lse.transpose(-1, -2).contiguous().transpose(-1, -2))
-        return (inputs, what) if self.owned else without_an_owner(problem, inputs, what)
+        return (inputs, what) if self.owned else without_an_owner(inputs, what)
 
 
 def laid_out(shape: tuple[int, ...], how: str, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

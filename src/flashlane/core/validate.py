@@ -414,31 +414,31 @@ def check_contents(inputs: Inputs) -> None:
 
 def _check_cache_contents(inputs: Inputs, indices: dict[str, torch.Tensor], capacity: int, varlen: bool) -> None:
     used, table = indices.get("seqused_k"), inputs.block_table
-    if used is not None and not _within(used, 0, capacity):
+    if used is not None and not _within(used, capacity):
         raise ValueError(f"seqused_k is {used.tolist()}; it may be 0 to {capacity}, the rows of k")
     leftpad, most = indices.get("leftpad_k"), capacity if used is None else used
-    if leftpad is not None and not _within(leftpad, 0, most):
+    if leftpad is not None and not _within(leftpad, most):
         bound = f"{capacity}, the rows of k" if used is None else f"seqused_k {used.tolist()}"
         raise ValueError(f"leftpad_k is {leftpad.tolist()}; it may be 0 to {bound}")
     where, rows = indices.get("batch_idx"), inputs.k.shape[0]
-    if where is not None and not _within(where, 0, rows - 1):
+    if where is not None and not _within(where, rows - 1):
         raise ValueError(f"batch_idx is {where.tolist()}; it may be 0 to {rows - 1}, the batch axis of k")
     if table is None:
         return
     lengths = inputs.cu_seqlens_k.diff() if varlen else used
-    if lengths is not None and not _within(lengths, 0, capacity):
+    if lengths is not None and not _within(lengths, capacity):
         raise ValueError(
             f"block_table has {table.shape[1]} pages of {inputs.k.shape[1]} rows for sequences of {lengths.tolist()}; "
             f"they must hold the longest of them"
         )
     lengths = table.new_full((len(table),), capacity) if lengths is None else lengths
     read = torch.arange(table.shape[1], device=table.device) * inputs.k.shape[1] < lengths[:, None]
-    if not _within(table.masked_fill(~read, 0), 0, rows - 1):
+    if not _within(table.masked_fill(~read, 0), rows - 1):
         raise ValueError(f"block_table is {table.tolist()}; a page in use may be 0 to {rows - 1}, the pages of k")
 
 
-def _within(t: torch.Tensor, low: int, high: int | torch.Tensor) -> bool:
-    return bool(((t >= low) & (t <= high)).all())
+def _within(t: torch.Tensor, most: int | torch.Tensor) -> bool:
+    return bool(((t >= 0) & (t <= most)).all())
 
 
 def check_seed(inputs: Inputs, dropout_p: float) -> None:

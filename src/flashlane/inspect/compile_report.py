@@ -86,20 +86,20 @@ def backward_device_kernels(words: Sequence[str] = ()) -> list[CompiledKernel]:
     return [k for k in kernels if not words or any(word in k.tag for word in words)]
 
 
-def check_arch(arch: str, name: str = "--arch") -> str:
-    """The architecture, if the compiler's tables know it.
+def check_arch(arch: str) -> str:
+    """The architecture that ``--arch`` gives, if the compiler's tables know it.
 
     Raises:
         ValueError: they do not; the message names the nearest.
     """
     if arch not in jit.LIMITS:
-        raise ValueError(f"{name} is {arch!r}, which is unknown; {suggest(arch, tuple(jit.LIMITS))}")
+        raise ValueError(f"--arch is {arch!r}, which is unknown; {suggest(arch, tuple(jit.LIMITS))}")
     return arch
 
 
-def usage_of(kernel: CompiledKernel, config: Any, arch: str, *, problem: str = "", instructions: bool = True) -> Usage:
+def usage_of(kernel: CompiledKernel, config: Any, arch: str, *, instructions: bool = True) -> Usage:
     """The resources of a configuration that is compiled from one device file; see :func:`usages_of`."""
-    (usage,) = usages_of(kernel, config, arch, problem=problem, instructions=instructions)
+    (usage,) = usages_of(kernel, config, arch, instructions=instructions)
     return usage
 
 

@@ -112,15 +112,12 @@ def compile_all(
 
 
 def store_ptx(
-    jobs: Iterable[tuple[KernelSource, str]],
-    store: DiskCache,
-    on_each: Callable[[], None] = lambda: None,
-    workers: int | None = None,
+    jobs: Iterable[tuple[KernelSource, str]], store: DiskCache, on_each: Callable[[], None] = lambda: None
 ) -> tuple[int, list[str]]:
     """Put the PTX of kernels into a folder for a wheel of flashlane (``jit.compiler.ptx_entry``).
 
     Args:
-        jobs, on_each, workers: as for :func:`compile_all`.
+        jobs, on_each: as for :func:`compile_all`.
         store: ``jit.cache.ptx(folder)``.
 
     Returns:
@@ -128,7 +125,7 @@ def store_ptx(
     """
     entries: list[tuple[str, bytes]] = []
     wrong: list[str] = []
-    _in_threads(compiler.ptx_entry, jobs, entries, wrong, on_each, workers)
+    _in_threads(compiler.ptx_entry, jobs, entries, wrong, on_each, None)
     for entry in entries:
         store.put(*entry)
     return sum(1 for key, _ in entries if key in store), wrong
@@ -202,7 +199,6 @@ def problems_of_model(
     config: Mapping[str, Any],
     arch: str,
     *,
-    lengths: Sequence[int] = LENGTHS,
     batches: Sequence[int] = BATCHES,
     dtype: torch.dtype | None = None,
     causal: bool = True,
@@ -210,10 +206,11 @@ def problems_of_model(
 ) -> Iterator[AttentionProblem]:
     """The problems of a model's layers: dense sequences, packed ones, and one query token over keys or a cache.
 
+    Sequences and caches have :data:`LENGTHS`; those beyond ``max_position_embeddings`` are left out.
+
     Args:
         config: see :func:`read_config`.
         arch: the GPU's architecture.
-        lengths: of sequences and caches; those beyond ``max_position_embeddings`` are left out.
         batches: sequences in a call.
         dtype: None takes the configuration's dtype, or bf16 where that is f32, since such models are run in bf16.
         causal: whether a token sees only itself and the tokens before it.
@@ -224,10 +221,10 @@ def problems_of_model(
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     own = MODEL_DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."))
     dtype = dtype or (torch.bfloat16 if own in (None, torch.float32) else own)
-    longest = config.get("max_position_embeddings") or max(lengths)
+    longest = config.get("max_position_embeddings") or max(LENGTHS)
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     windows = [(-1, 0 if causal else -1)] + ([(window - 1, 0 if causal else window - 1)] if window else [])
-    within = [n for n in lengths if n <= longest] or [min(lengths)]
+    within = [n for n in LENGTHS if n <= longest] or [min(LENGTHS)]
     modifiers = modifiers_of(config)
     for batch in batches:
         for n in within:

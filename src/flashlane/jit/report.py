@@ -75,11 +75,11 @@ def read_log(log: str, entry: str, cubin: bytes) -> CompileReport:
     )
 
 
-def first_errors(log: str, count: int = 3) -> str:
-    """The first lines of a log that say ``error``, or its first lines where none does."""
+def first_errors(log: str) -> str:
+    """The first three lines of a log that say ``error``, or its first three where none does."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(_ERROR, line)]
-    return "\n".join((errors or lines)[:count])
+    return "\n".join((errors or lines)[:3])
 
 
 class ElfSection(NamedTuple):

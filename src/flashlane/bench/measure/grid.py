@@ -57,15 +57,15 @@ def parse_names(text: str, name: str, allowed: Sequence[str]) -> tuple[str, ...]
     return names
 
 
-def parse_window(text: str, name: str = "--window") -> tuple[int, int]:
+def parse_window(text: str) -> tuple[int, int]:
     """Keys visible to the left and to the right of a query's position, from ``LEFT,RIGHT``; -1 is all.
 
     Raises:
-        ValueError: it is not of that form; the message has ``name``.
+        ValueError: it is not of that form; the message names ``--window``.
     """
     match = _WINDOW.match(text.replace(" ", ""))
     if match is None:
-        raise ValueError(f"{name} is {text!r}; it may be LEFT,RIGHT, each -1 (all) or a number of keys: 512,0")
+        raise ValueError(f"--window is {text!r}; it may be LEFT,RIGHT, each -1 (all) or a number of keys: 512,0")
     return int(match[1]), int(match[2])
 
 

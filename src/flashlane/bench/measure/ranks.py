@@ -135,9 +135,7 @@ class Measured:
         return out.detach(), *torch.autograd.grad(out, qkv, self.do)
 
 
-def round_milliseconds(
-    calls: dict[str, Call], device: torch.device, rounds: int = ROUNDS, seed: int = 0
-) -> dict[str, list[float]]:
+def round_milliseconds(calls: dict[str, Call], device: torch.device, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each call on the slowest rank, round by round.
 
     In each round every call is timed once, in an order that is drawn for the round and is the same on all ranks. Each
@@ -147,14 +145,13 @@ def round_milliseconds(
         calls: what is timed, by name; all ranks have the same names in the same order.
         device: of this rank.
         rounds: how often each call is timed.
-        seed: of the orders.
     """
     counts, names = {}, list(calls)
     for name, call in calls.items():
         call()
         counts[name] = max(2, min(MOST_CALLS, round(ROUND_MS / max(_slowest(call, 2, 0, device), 1e-3))))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _, index in drawn_order(len(names), rounds, seed):
+    for _, index in drawn_order(len(names), rounds):
         name = names[index]
         before = math.ceil(counts[name] * PREHEAT_MS / ROUND_MS) if ROUND_MS and device.type == "cuda" else 1
         times[name].append(_slowest(calls[name], counts[name], before, device))

@@ -61,7 +61,7 @@ def _duration(milliseconds: float) -> str:
     return f"{milliseconds / 1e3:.3g} s" if milliseconds >= 1e3 else f"{milliseconds:.3g} ms"
 
 
-def figure_of(path: Path, theme: Theme = LIGHT) -> Figure:
+def figure_of(path: Path) -> Figure:
     """The picture of a results file of the suite."""
     body = parse_json(path.read_text(encoding="utf-8"))
-    return e2e_figure(body["rows"], body["environment"], theme=theme)
+    return e2e_figure(body["rows"], body["environment"])

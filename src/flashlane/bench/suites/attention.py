@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -355,6 +354,6 @@ def _without_traceback(result: Timing | Exception) -> Timing | Exception:
     return result.with_traceback(None) if isinstance(result, Exception) else result
 
 
-def powers(low: int, high: int, factor: int = 2) -> list[int]:
-    """low, low·factor, … up to high."""
-    return [low * factor**i for i in range(int(math.log(high / low, factor) + 1e-9) + 1)] if high >= low else []
+def powers(low: int, high: int) -> list[int]:
+    """low, 2·low, 4·low, … up to high."""
+    return [low << i for i in range((high // low).bit_length())]
