@@ -3,9 +3,9 @@
     python benchmarks/scripts/arriving_keys.py --out $OUT --seconds 50
 
 What context parallelism does between GPUs happens here on one: keys lie in pinned host memory and are copied, chunk by
-chunk, into memory that holds NaN until then. The host opens a gate before each copy, when the kernel already runs; a
+chunk, into memory that holds NaN until then. The host sets a flag before each copy, when the kernel already runs; a
 flag is set after each. Only DMA and the stream's own writes are used: a kernel that waits has all SMs. Each kernel runs
-once before, over keys that are there: to load one may wait for all streams, of which one waits for a gate then.
+once before, over keys that are there: to load one may wait for all streams, of which one then waits for the host.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Call:
 
 
 class Transport:
-    """Copies of a call's foreign keys, from pinned memory, each behind a gate that the host opens."""
+    """Copies of a call's foreign keys, from pinned memory, each of which waits for a flag that the host sets."""
 
     def __init__(self, call: Call) -> None:
         self.call, self.driver = call, launch.driver()
@@ -198,9 +198,9 @@ class Transport:
         self.edges = [slice(key, key + count) for _, key, count in edges_of(call.plan)]
         self.foreign = [slice(each.segment.key, each.segment.key + each.segment.count) for each in call.arriving_chunks]
         self.flags = torch.zeros(2048, dtype=torch.int32, device=HERE)
-        self.gate, self.lost = (torch.zeros(1, dtype=torch.int32).pin_memory() for _ in range(2))
+        self.host_flag, self.lost = (torch.zeros(1, dtype=torch.int32).pin_memory() for _ in range(2))
         self.stream = torch.cuda.Stream()
-        self.number = self.opened = 0
+        self.number = self.released = 0
         self.out, self.lse = call.empty()
         arriving = self.arriving()
         self.run = KERNEL.prepare_ranges(call.problem, call.arriving_ranges, call.inputs, self.out, arriving)
@@ -225,20 +225,20 @@ class Transport:
         if code:
             raise RuntimeError(f"{name} failed: {code.name}")
 
-    def enqueue_copies(self, order: list[int], gated: bool = True, within: bool = False) -> None:
+    def enqueue_copies(self, order: list[int], waits: bool = True, within: bool = False) -> None:
         """Copy the chunks in an order on the second stream, which waits for what this stream has enqueued.
 
         Args:
             order: numbers of the chunks.
-            gated: whether each waits for its gate.
+            waits: whether each waits for the host's flag.
             within: from this GPU's memory, not from the host.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         stream = self.stream.cuda_stream
         for number, i in enumerate(order):
-            if gated:
-                gate = self.gate.data_ptr()
-                self._do("cuStreamWaitValue32", stream, gate, self.opened + number + 1, self.at_least)
+            if waits:
+                host_flag = self.host_flag.data_ptr()
+                self._do("cuStreamWaitValue32", stream, host_flag, self.released + number + 1, self.at_least)
             rows = self.foreign[i]
             name, sent = (
                 ("cuMemcpyDtoDAsync", (self.call.k, self.call.v)) if within else ("cuMemcpyHtoDAsync", self.sent)
@@ -252,13 +252,13 @@ class Transport:
     def launch(self, limit: float = LIMIT) -> None:
         self.run(self.call.q, self.k, self.v, self.out, self.lse, self.arriving(limit))
 
-    def open(self) -> None:
-        """Let one more copy go."""
-        self.opened += 1
-        self.gate[0] = self.opened
+    def release_copy(self) -> None:
+        """Let one more copy begin."""
+        self.released += 1
+        self.host_flag[0] = self.released
 
     def once(self, chance: random.Random, delay: float) -> bool:
-        """One call whose keys come while it runs; whether it still ran when the last gate was opened."""
+        """One call whose keys come while it runs; whether it still ran when the last copy was released."""
         self.number += 1
         self.poison()
         order = list(range(len(self.foreign)))
@@ -271,7 +271,7 @@ class Transport:
         for _ in order:
             time.sleep(chance.random() * delay)
             waited = not ended.query()
-            self.open()
+            self.release_copy()
         torch.cuda.synchronize()
         return waited
 
@@ -338,7 +338,7 @@ def check_lost(case: Case, limit: float) -> dict[str, Any]:
     transport.number += 1
     transport.poison()
     order = [i for i in range(len(call.arriving_chunks)) if i != 1]
-    transport.enqueue_copies(order, gated=False)
+    transport.enqueue_copies(order, waits=False)
     torch.cuda.synchronize()
     start, message = time.monotonic(), ""
     try:
@@ -436,7 +436,7 @@ def copies_within(limit: float = 3.0) -> dict[str, Any]:
             transport.number += 1
             transport.poison()
             torch.cuda.synchronize()
-            transport.enqueue_copies(list(range(len(transport.foreign))), gated=False, within=True)
+            transport.enqueue_copies(list(range(len(transport.foreign))), waits=False, within=True)
             transport.launch(limit)
             torch.cuda.synchronize()
     except Exception:

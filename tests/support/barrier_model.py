@@ -14,7 +14,7 @@ NUMBERS = STAGES = (0, 1)
 
 
 class Hang(AssertionError):
-    """Nobody can go on."""
+    """No role can go on."""
 
 
 class Barrier:
@@ -24,18 +24,18 @@ class Barrier:
         self.count = self.pending = count
         self.bytes = self.phase = 0
 
-    def _turn(self) -> None:
+    def _complete_phase(self) -> None:
         if self.pending == 0 and self.bytes == 0:
             self.phase, self.pending = self.phase + 1, self.count
 
     def arrive(self, expected: int = 0) -> None:
         assert self.pending > 0, "more arrivals than the barrier counts"
         self.pending, self.bytes = self.pending - 1, self.bytes + expected
-        self._turn()
+        self._complete_phase()
 
     def complete(self, size: int = 1) -> None:
         self.bytes -= size
-        self._turn()
+        self._complete_phase()
 
     def wait(self, parity: int) -> Callable[[], bool]:
         return lambda: self.phase % 2 != parity % 2
@@ -47,10 +47,10 @@ def anytime() -> bool:
 
 
 def play(roles: Sequence[Role], events: list[Callable[[], None]], chance: random.Random) -> None:
-    """Runs all roles to their ends in a random order, with events whose time is any.
+    """Run all roles to their ends in a random order, with events whose time is any.
 
     Raises:
-        Hang: somebody is left, and waits.
+        Hang: a role has not ended, and no event is left that it could wait for.
     """
     waits = dict.fromkeys(roles, anytime)
     eager = {role: chance.random() ** 3 + 0.01 for role in roles}

@@ -18,12 +18,12 @@ RANKS = (0, 1)
 
 
 @dataclass
-class Block:
-    """A block's barriers, with warps of a role as one arrival, and what its shared memory holds."""
+class Cta:
+    """A CTA's barriers, where the warps of a role arrive as one, and the labels of its shared memory."""
 
     next_full: Barrier = field(default_factory=lambda: Barrier(1))
     next_empty: Barrier = field(default_factory=lambda: Barrier(1))
-    wanted: Barrier = field(default_factory=lambda: Barrier(1))
+    next_wanted: Barrier = field(default_factory=lambda: Barrier(1))
     tile_full: list[Barrier] = field(default_factory=lambda: stages_of(1))
     tile_empty: list[Barrier] = field(default_factory=lambda: stages_of(2 + 3))
     kv_full: list[Barrier] = field(default_factory=lambda: stages_of(1))
@@ -41,11 +41,11 @@ class Block:
 
 
 class Cluster:
-    """Two blocks that take tiles of so many steps.
+    """A 2-CTA cluster that takes tiles of so many steps.
 
     Args:
         steps: of each tile.
-        kept: uses of dS's stages that a tile's K and V make on their way to registers, as the parities count them.
+        kept: how many stages of dS a tile's K and V go through to registers, as the parities count them.
         k_waits: whether K waits until that of the tile before is read.
         v_waits: the same of V.
         v_first: whether the first stage of dS is asked for when V has been released, and not before.
@@ -55,11 +55,11 @@ class Cluster:
         self, steps: Sequence[int], kept: int = 2, k_waits: bool = True, v_waits: bool = True, v_first: bool = True
     ) -> None:
         self.steps, self.kept, self.k_waits, self.v_waits, self.v_first = steps, kept, k_waits, v_waits, v_first
-        self.blocks = [Block(), Block()]
+        self.ctas = [Cta(), Cta()]
         self.events: list[Callable[[], None]] = []
         self.taken = 0
         self.summed: list[tuple[int, int, int]] = []
-        """Block, consumer and tile whose dQ is complete."""
+        """CTA, consumer and tile whose dQ is complete."""
 
     def roles(self) -> list[Role]:
         loaders = [self.load_rows(rank, name) for rank in RANKS for name in ("q", "do")]
@@ -67,203 +67,203 @@ class Cluster:
         return [*(role(rank) for role in (self.take, self.load_keys) for rank in RANKS), *loaders, *consumers]
 
     def record(self, rank: int, tile: int) -> Role:
-        block = self.blocks[rank]
-        yield block.tile_full[tile % 2].wait(tile // 2)
-        return block.records[tile % 2]
+        cta = self.ctas[rank]
+        yield cta.tile_full[tile % 2].wait(tile // 2)
+        return cta.records[tile % 2]
 
     def take(self, rank: int) -> Role:
-        first, block = self.blocks[0], self.blocks[rank]
+        first, cta = self.ctas[0], self.ctas[rank]
         tile, index = 0, NO_TILE
         while index < len(self.steps):
             if rank == 0:
-                yield block.wanted.wait(tile + 1)
+                yield cta.next_wanted.wait(tile + 1)
                 index, self.taken = self.taken, self.taken + 1
-                yield block.next_empty.wait(tile + 1)
+                yield cta.next_empty.wait(tile + 1)
                 self.events.append(partial(self._send_tile_index, index))
             else:
-                block.next_full.arrive(4)
-                yield block.next_full.wait(tile)
-                index = block.next
+                cta.next_full.arrive(4)
+                yield cta.next_full.wait(tile)
+                index = cta.next
                 first.next_empty.arrive()
-            yield block.tile_empty[tile % 2].wait(tile // 2 + 1)
+            yield cta.tile_empty[tile % 2].wait(tile // 2 + 1)
             count = self.steps[index] if index < len(self.steps) else NO_TILE
-            block.records[tile % 2] = index, count
-            block.tile_full[tile % 2].arrive()
+            cta.records[tile % 2] = index, count
+            cta.tile_full[tile % 2].arrive()
             tile += 1
 
     def _send_tile_index(self, index: int) -> None:
-        self.blocks[1].next = index
-        self.blocks[1].next_full.complete(4)
+        self.ctas[1].next = index
+        self.ctas[1].next_full.complete(4)
 
     def load_rows(self, rank: int, name: str) -> Role:
-        block, loads, tile = self.blocks[rank], 0, 0
+        cta, loads, tile = self.ctas[rank], 0, 0
         while True:
             index, count = yield from self.record(rank, tile)
             if count == NO_TILE:
                 return
             for step in range(count):
                 stage = loads % 2
-                yield block.empty[name][stage].wait(loads // 2 + 1)
-                block.full[name][stage].arrive(2)
-                for other in self.blocks:  # a half to both
-                    self.events.append(partial(self._rows_come, other, name, stage, rank, (index, step)))
+                yield cta.empty[name][stage].wait(loads // 2 + 1)
+                cta.full[name][stage].arrive(2)
+                for other in self.ctas:  # multicast: a half to both
+                    self.events.append(partial(self._rows_land, other, name, stage, rank, (index, step)))
                 yield anytime
                 loads += 1
             if name == "q" and rank == 0:
-                block.wanted.arrive()
-            block.tile_empty[tile % 2].arrive()
+                cta.next_wanted.arrive()
+            cta.tile_empty[tile % 2].arrive()
             tile += 1
 
     @staticmethod
-    def _rows_come(block: Block, name: str, stage: int, half: int, what: tuple[int, int]) -> None:
-        block.rows[name][stage][half] = what
-        block.full[name][stage].complete()
+    def _rows_land(cta: Cta, name: str, stage: int, half: int, what: tuple[int, int]) -> None:
+        cta.rows[name][stage][half] = what
+        cta.full[name][stage].complete()
 
     def load_keys(self, rank: int) -> Role:
-        block, full_tiles, parts, tile = self.blocks[rank], 0, 0, 0
+        cta, full_tiles, steps_done, tile = self.ctas[rank], 0, 0, 0
         while True:
             index, count = yield from self.record(rank, tile)
             if count == NO_TILE:
                 return
             if count > 0:
-                yield from self.load_keys_of(block, parts, full_tiles, index)
-                full_tiles, parts = full_tiles + 1, parts + count
-            block.tile_empty[tile % 2].arrive()
+                yield from self.load_keys_of(cta, steps_done, full_tiles, index)
+                full_tiles, steps_done = full_tiles + 1, steps_done + count
+            cta.tile_empty[tile % 2].arrive()
             tile += 1
 
-    def load_keys_of(self, block: Block, parts: int, full_tiles: int, index: int) -> Role:
-        """The halves that stay, and those that go to registers by the next stages of dS."""
+    def load_keys_of(self, cta: Cta, steps_done: int, full_tiles: int, index: int) -> Role:
+        """The halves kept in shared memory, and those that consumers read into registers from the next stages of dS."""
 
         def free(number: int) -> Callable[[], bool]:
-            return block.ds_empty[(parts + number) % 2].wait((parts + number + self.kept * full_tiles) // 2 + 1)
+            return cta.ds_empty[(steps_done + number) % 2].wait((steps_done + number + self.kept * full_tiles) // 2 + 1)
 
-        def stays(number: int) -> None:
-            self.events.append(partial(self._half_comes, block, number, index))
+        def load_kept_half(number: int) -> None:
+            self.events.append(partial(self._kept_half_lands, cta, number, index))
 
-        def passes(number: int) -> None:
-            self.events.append(partial(self._other_half_comes, block, number, (parts + number) % 2, index))
+        def load_half_for_registers(number: int) -> None:
+            self.events.append(partial(self._half_for_registers_lands, cta, number, (steps_done + number) % 2, index))
 
-        def k_passes() -> Role:
+        def load_k_for_registers() -> Role:
             yield free(0)
-            block.kv_full[0].arrive(2)
-            passes(0)
+            cta.kv_full[0].arrive(2)
+            load_half_for_registers(0)
 
         if not self.v_first:
-            yield from k_passes()
+            yield from load_k_for_registers()
         if self.v_waits:
-            yield block.kv_empty[1].wait(full_tiles + 1)
-        block.kv_full[1].arrive(2)
-        stays(1)
+            yield cta.kv_empty[1].wait(full_tiles + 1)
+        cta.kv_full[1].arrive(2)
+        load_kept_half(1)
         if self.v_first:
-            yield from k_passes()
+            yield from load_k_for_registers()
         if self.k_waits:
-            yield block.kv_empty[0].wait(full_tiles + 1)
-        stays(0)
+            yield cta.kv_empty[0].wait(full_tiles + 1)
+        load_kept_half(0)
         yield free(1)
-        passes(1)
+        load_half_for_registers(1)
 
     @staticmethod
-    def _half_comes(block: Block, number: int, index: int) -> None:
-        block.kept[number] = index
-        block.kv_full[number].complete()
+    def _kept_half_lands(cta: Cta, number: int, index: int) -> None:
+        cta.kept[number] = index
+        cta.kv_full[number].complete()
 
     @staticmethod
-    def _other_half_comes(block: Block, number: int, stage: int, index: int) -> None:
-        block.ds[stage] = [("kept", number, index)] * 2
-        block.kv_full[number].complete()
+    def _half_for_registers_lands(cta: Cta, number: int, stage: int, index: int) -> None:
+        cta.ds[stage] = [("kept", number, index)] * 2
+        cta.kv_full[number].complete()
 
     def consume(self, rank: int, number: int) -> Role:
-        block, turn, full_tiles, tile = self.blocks[rank], 0, 0, 0
+        cta, steps_done, full_tiles, tile = self.ctas[rank], 0, 0, 0
         while True:
             index, count = yield from self.record(rank, tile)
             if count == NO_TILE:
                 return
             if count > 0:
-                yield from self.begin(block, number, turn, full_tiles, index)
+                yield from self.begin(cta, number, steps_done, full_tiles, index)
                 for step in range(count):
-                    yield from self.step(rank, number, turn, full_tiles, index, (step, count))
-                    turn += 1
-                yield from self.make_queries(block, turn - 1, index)
-                block.kv_empty[0].arrive()
-                self.arrive("ds_empty", (turn - 1) % 2)
+                    yield from self.step(rank, number, steps_done, full_tiles, index, (step, count))
+                    steps_done += 1
+                yield from self.gemm_dq(cta, steps_done - 1, index)
+                cta.kv_empty[0].arrive()
+                self.arrive("ds_empty", (steps_done - 1) % 2)
                 yield from self.add(rank, number, index, count - 1)
                 full_tiles += 1
                 self.summed.append((rank, number, index))
             yield anytime  # dK and dV are stored
-            block.tile_empty[tile % 2].arrive()
+            cta.tile_empty[tile % 2].arrive()
             tile += 1
 
     def arrive(self, which: str, stage: int) -> None:
-        """In both blocks."""
-        for block in self.blocks:
-            getattr(block, which)[stage].arrive()
+        """In both CTAs."""
+        for cta in self.ctas:
+            getattr(cta, which)[stage].arrive()
 
-    def free(self, block: Block, use: int, full_tiles: int) -> Callable[[], bool]:
-        return block.ds_empty[use % 2].wait(use // 2 + full_tiles * (self.kept - 1))
+    def free(self, cta: Cta, slice_: int, full_tiles: int) -> Callable[[], bool]:
+        return cta.ds_empty[slice_ % 2].wait(slice_ // 2 + full_tiles * (self.kept - 1))
 
-    def begin(self, block: Block, number: int, used: int, full_tiles: int, index: int) -> Role:
-        yield block.kv_full[number].wait(full_tiles)
+    def begin(self, cta: Cta, number: int, steps_done: int, full_tiles: int, index: int) -> Role:
+        yield cta.kv_full[number].wait(full_tiles)
         for _ in range(2):
-            assert block.ds[(used + number) % 2][0] == ("kept", number, index)
+            assert cta.ds[(steps_done + number) % 2][0] == ("kept", number, index)
             yield anytime
         for stage in STAGES:
             self.arrive("ds_empty", stage)
 
-    def make_queries(self, block: Block, used: int, index: int) -> Role:
-        yield block.ds_full[used % 2].wait(used // 2)
+    def gemm_dq(self, cta: Cta, slice_: int, index: int) -> Role:
+        yield cta.ds_full[slice_ % 2].wait(slice_ // 2)
         for _ in range(2):  # before and after others
-            assert block.ds[used % 2] == [("dS", used)] * 2 and block.kept[0] == index
+            assert cta.ds[slice_ % 2] == [("dS", slice_)] * 2 and cta.kept[0] == index
             yield anytime
 
     def add(self, rank: int, number: int, index: int, step: int) -> Role:
         """A consumer's addition to dQ of a step of a tile."""
         yield anytime
 
-    def step(self, rank: int, number: int, turn: int, full_tiles: int, index: int, of: tuple[int, int]) -> Role:
-        block, stage = self.blocks[rank], turn % 2
+    def step(self, rank: int, number: int, steps_done: int, full_tiles: int, index: int, of: tuple[int, int]) -> Role:
+        cta, stage = self.ctas[rank], steps_done % 2
         step, count = of
         expected = [(index, step)] * 2
 
         def rows(name: str) -> Role:
-            yield block.full[name][stage].wait(turn // 2)
-            assert block.rows[name][stage] == expected
+            yield cta.full[name][stage].wait(steps_done // 2)
+            assert cta.rows[name][stage] == expected
             yield anytime
-            assert block.rows[name][stage] == expected
+            assert cta.rows[name][stage] == expected
 
         if number == 0:
             yield from rows("q")
-            assert block.kept[0] == index
-            yield self.free(block, turn, full_tiles)
-            block.ds[stage][rank] = ("P", turn)
-            block.p_full[stage].arrive()
+            assert cta.kept[0] == index
+            yield self.free(cta, steps_done, full_tiles)
+            cta.ds[stage][rank] = ("P", steps_done)
+            cta.p_full[stage].arrive()
             yield from rows("do")
         else:
             yield from rows("do")
-            assert block.kept[1] == index
-            yield block.p_full[stage].wait(turn // 2)
-            assert block.ds[stage][rank] == ("P", turn)
-            block.ds[stage][rank] = ("dS", turn)
-            block.ds_full[stage].arrive(1)
-            self.events.append(partial(self._ds_comes, self.blocks[1 - rank], turn, rank))
+            assert cta.kept[1] == index
+            yield cta.p_full[stage].wait(steps_done // 2)
+            assert cta.ds[stage][rank] == ("P", steps_done)
+            cta.ds[stage][rank] = ("dS", steps_done)
+            cta.ds_full[stage].arrive(1)
+            self.events.append(partial(self._ds_lands, self.ctas[1 - rank], steps_done, rank))
             if step + 1 == count:
-                block.kv_empty[1].arrive()
+                cta.kv_empty[1].arrive()
             self.arrive_row("do", stage)
             yield from rows("q")
         if step > 0:
-            yield from self.make_queries(block, turn - 1, index)
-            self.arrive("ds_empty", (turn - 1) % 2)
+            yield from self.gemm_dq(cta, steps_done - 1, index)
+            self.arrive("ds_empty", (steps_done - 1) % 2)
             yield from self.add(rank, number, index, step - 1)
         elif number == 1:
-            yield block.kv_full[0].wait(full_tiles)
+            yield cta.kv_full[0].wait(full_tiles)
         name = ("do", "q")[number]
-        assert block.rows[name][stage] == expected
+        assert cta.rows[name][stage] == expected
         self.arrive_row(name, stage)
 
     def arrive_row(self, name: str, stage: int) -> None:
-        for block in self.blocks:
-            block.empty[name][stage].arrive()
+        for cta in self.ctas:
+            cta.empty[name][stage].arrive()
 
     @staticmethod
-    def _ds_comes(block: Block, made: int, half: int) -> None:
-        block.ds[made % 2][half] = ("dS", made)
-        block.ds_full[made % 2].complete()
+    def _ds_lands(cta: Cta, slice_: int, half: int) -> None:
+        cta.ds[slice_ % 2][half] = ("dS", slice_)
+        cta.ds_full[slice_ % 2].complete()

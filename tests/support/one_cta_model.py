@@ -100,8 +100,8 @@ class Cta:
         self.ds = [[[Region() for _ in WARPS] for _ in NUMBERS] for _ in STAGES]
         """By stage, consumer and warp that writes it. A warp's dK lies in parts of both."""
         self.dq = [[Region() for _ in WARPS] for _ in NUMBERS]
-        self.room = [[Region() for _ in WARPS] for _ in NUMBERS]
-        """For dK and dV, where they have room of their own."""
+        self.own_buffer = [[Region() for _ in WARPS] for _ in NUMBERS]
+        """For dK and dV, where they have a buffer of their own."""
         self.records: list[int | None] = [None, None]
         self.step_records: list[Label | None] = [None, None]
         self.targets: list[Any] = ["nothing"] * TARGETS
@@ -264,11 +264,11 @@ class ConsumerWarp:
         assert self.cta.step_records[self.steps_done % 2] == self.label
 
     def ping_pong_wait(self) -> Role:
-        if self.variant.ping_pong != "off" and self.keeps("keyless waits for its turn"):
+        if self.variant.ping_pong != "off" and self.keeps("keyless ping_pong_wait"):
             yield self.cta.ping_pong[self.number].sync(self.me)
 
     def ping_pong_arrive(self, until: PingPong) -> None:
-        if self.variant.ping_pong == until != "off" and self.keeps("keyless gives the turn back"):
+        if self.variant.ping_pong == until != "off" and self.keeps("keyless ping_pong_arrive"):
             self.cta.ping_pong[1 - self.number].arrive(self.me)
 
     def begin_step(self) -> Role:
@@ -570,4 +570,4 @@ class ConsumerWarp:
             for rule in ("dK is read before dV", "dV is read before dK"):
                 if self.cta.follows(rule):
                     yield from self.wait_for_staged()
-                yield from self.stage([self.cta.room[self.number][self.warp]])
+                yield from self.stage([self.cta.own_buffer[self.number][self.warp]])

@@ -114,17 +114,17 @@ class CopiedGathering(Gathering):
         self.group, self.route, self.shapes = group, route, route.shapes
         super().__init__(task, k, v)
 
-    def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gathered_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         exchange = self.exchange
-        rooms, key = exchange.memory.rooms, (self.route, self.group, exchange.number % 2)
-        if key not in rooms:
+        buffers, key = exchange.memory.receive_buffers, (self.route, self.group, exchange.number % 2)
+        if key not in buffers:
             offsets = self.route.gathered[self.task.rank].offsets
             k, v = (
                 exchange.block(offsets[self.group, i], (t.shape[0], self.plan.keys, *t.shape[2:]), t.dtype)
                 for i, t in enumerate(self.own)
             )
             exchange.memory.keep(key, (k, v))
-        return rooms[key]
+        return buffers[key]
 
     def _take_own(self) -> None:
         if self.with_own:
@@ -198,21 +198,21 @@ class CopiedReturning(Returning):
                         self.exchange.send(peer, offsets[self.group, i, task.rank], t)
                         self.kept.append(t)
                 self.exchange.arrive(peer, self.group)
-            self.parts[peer] = self._room(peer)
+            self.parts[peer] = self._gradient_buffers(peer)
         return Pending(())
 
-    def _room(self, peer: int) -> list[torch.Tensor]:
-        """Where the gradients that a peer computed come."""
+    def _gradient_buffers(self, peer: int) -> list[torch.Tensor]:
+        """This rank's memory for the gradients that a peer computed."""
         exchange, rank = self.exchange, self.task.rank
-        rooms, key = exchange.memory.rooms, (self.route, self.group, peer, exchange.number % 2)
-        if key not in rooms:
+        buffers, key = exchange.memory.receive_buffers, (self.route, self.group, peer, exchange.number % 2)
+        if key not in buffers:
             own, count = self.route.returned[rank].offsets, self.plan.rows_sent[peer]
-            room = [
+            gradients = [
                 exchange.block(own[self.group, i, peer], (t.shape[0], count, *t.shape[2:]), compute_dtype(t.dtype))
                 for i, t in enumerate(self.like)
             ]
-            exchange.memory.keep(key, room)
-        return rooms[key]
+            exchange.memory.keep(key, gradients)
+        return buffers[key]
 
     def _moves(self, peer: int) -> list[Move] | None:
         """The copies of gradients to the peer that holds their keys; None where its rows are put together first."""

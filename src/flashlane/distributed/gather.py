@@ -86,7 +86,7 @@ class Gathering:
         self.kept: list[torch.Tensor] = []
         self.pending = Pending(())
         if task.others or self.plan.received[task.rank] != ((0, 0, k.shape[1]),):
-            self.gathered = self._room()
+            self.gathered = self._gathered_buffers()
             self.pending = self._start()
             self._take_own()
         else:
@@ -106,7 +106,7 @@ class Gathering:
             for own, gathered in pairs:
                 _put_rows(gathered, keys, take_rows(own, self.plan.index("received", "row", rank, device)))
 
-    def _room(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gathered_buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate the gathered keys and values."""
         k, v = (t.new_empty((t.shape[0], self.plan.keys, *t.shape[2:])) for t in self.own)
         return k, v

@@ -90,8 +90,8 @@ class PeerMemory(ABC):
         self.exchanges = 0
         self.blocks: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
         """Views of this rank's memory, by offset, shape and dtype."""
-        self.rooms: dict[tuple[Any, ...], Any] = {}
-        """What calls keep of these views, by the routes of their exchanges (:meth:`keep`)."""
+        self.receive_buffers: dict[tuple[Any, ...], Any] = {}
+        """The views that calls receive in, by the routes of their exchanges (:meth:`keep`)."""
         self.others = [peer for peer in range(ranks.size) if peer != ranks.rank]
         self.timeout = timeout_of(ranks.group, device)
 
@@ -100,11 +100,11 @@ class PeerMemory(ABC):
         self.exchanges += 1
         return Exchange(self, self.exchanges, label)
 
-    def keep(self, key: tuple[Any, ...], room: Any) -> None:
-        """Let :attr:`rooms` have views for later calls."""
-        if len(self.rooms) >= BLOCKS_KEPT:
-            self.rooms.clear()
-        self.rooms[key] = room
+    def keep(self, key: tuple[Any, ...], views: Any) -> None:
+        """Keep views in :attr:`receive_buffers` for later calls."""
+        if len(self.receive_buffers) >= BLOCKS_KEPT:
+            self.receive_buffers.clear()
+        self.receive_buffers[key] = views
 
     own: torch.Tensor
     """All of this rank's memory, as uint8."""

@@ -57,7 +57,7 @@ def problems() -> Iterator[AttentionProblem]:
         yield replace(asked(head_dim, head_dim), deterministic=True)
         yield replace(both, softcap=10.0)
         yield replace(both, **EVERYTHING)
-    for more in ({}, {"varlen": True}, MASKS["causal"]):  # these wait for their turn in registers
+    for more in ({}, {"varlen": True}, MASKS["causal"]):  # these acquire the semaphore of dQ with dQ in registers
         yield replace(asked(96, 96, **more), deterministic=True)
     for head_dim in (64, 96, 128):  # the last tiles of many equal ones are split, and all of few
         heads = 2048 // head_dim

@@ -38,7 +38,7 @@ from flashlane.kernels.hopper.backward.one_cta import launch as one_cta_launch
 from flashlane.kernels.hopper.backward.one_cta import tiles as one_cta_tiles
 
 GAP = 4096
-"""Words between the parts of a call's memory in the next test, more than a slab of sums."""
+"""Words between the parts of a call's memory in the fixture below, more than a tile's rows of dq_accum have."""
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ from flashlane.kernels.hopper.backward.select import config_of
 CHOSEN = {
     "peeled": Variant(True, 1, "until_complete", True, "dq_and_ds"),
     "peeled, no ping-pong": Variant(True, 1, "off", True, "dq_and_ds"),
-    "peeled, own room": Variant(True, 1, "off", True, "in_turn"),
+    "peeled, own buffer": Variant(True, 1, "off", True, "in_turn"),
     "pipelined": Variant(False, 2, "until_issued", False, "in_turn"),
     "in order": Variant(False, 1, "until_issued", True, "registers"),
-    "in order, own room": Variant(False, 1, "off", True, "in_turn"),
+    "in order, own buffer": Variant(False, 1, "off", True, "in_turn"),
 }
 """Those of head dims above 96, where consumers skip a tile's steps (``SKIPS_KEYLESS``)."""
 VARIANTS = {
@@ -42,8 +42,8 @@ DRAWN = st.lists(
 )
 
 
-def take_all(cta: Cta, seed: int) -> None:
-    """All tiles of a CTA, in a random schedule.
+def run_tiles(cta: Cta, seed: int) -> None:
+    """Run all tiles of a CTA in a random schedule.
 
     Raises:
         AssertionError: it hangs, a read finds what it should not, or the dQ of a step is not added once.
@@ -57,11 +57,11 @@ def take_all(cta: Cta, seed: int) -> None:
 @settings(deadline=None, max_examples=100)
 @given(tiles=DRAWN, seed=st.integers(0, 1 << 32))
 def test_a_cta_takes_tile_after_tile(name: str, tiles: list[Tile], seed: int) -> None:
-    take_all(Cta(VARIANTS[name], tiles), seed)
+    run_tiles(Cta(VARIANTS[name], tiles), seed)
 
 
 def test_the_variants_are_those_that_problems_get() -> None:
-    """A variant that is new to :data:`CHOSEN` has to be played, too."""
+    """A variant that is new to :data:`CHOSEN` has to be run, too."""
     chosen = set()
     flags = (False, True)
     for head_dim, length, varlen, deterministic, right in itertools.product(
@@ -101,7 +101,7 @@ def shows(name: str, rule: str, seeds: int) -> bool:
     for seed in range(seeds):
         cta = Cta(VARIANTS[name], TILES, rule)
         try:
-            take_all(cta, seed)
+            run_tiles(cta, seed)
         except AssertionError:
             found = True
         assert cta.omitted, "no role has this rule"
@@ -115,9 +115,9 @@ def where(holds: Callable[[Variant], bool]) -> list[str]:
 
 
 EVERY = list(VARIANTS)
-TURNS, NO_TURNS = where(lambda v: v.ping_pong != "off"), where(lambda v: v.ping_pong == "off")
+PING_PONG, NO_PING_PONG = where(lambda v: v.ping_pong != "off"), where(lambda v: v.ping_pong == "off")
 PIPELINED = where(lambda v: v.pipelined)
-IN_DS, OWN_ROOM = where(lambda v: v.in_ds), where(lambda v: v.staging == "in_turn")
+IN_DS, OWN_BUFFER = where(lambda v: v.in_ds), where(lambda v: v.staging == "in_turn")
 UNDER_LAST_DQ = where(lambda v: v.staging == "dq_and_ds")
 BY_TMA = where(lambda v: v.tma)
 FAULTS = {
@@ -127,9 +127,9 @@ FAULTS = {
     "keyless v_empty": EVERY,
     "keyless k_empty": PIPELINED,
     "keyless K of the tile before": PIPELINED,
-    "keyless waits for its turn": TURNS,
-    "keyless gives the turn back": TURNS,
-    "keyless ds_empty before zeros": NO_TURNS,
+    "keyless ping_pong_wait": PING_PONG,
+    "keyless ping_pong_arrive": PING_PONG,
+    "keyless ds_empty before zeros": NO_PING_PONG,
     "keyless zeros": EVERY,
     "keyless ds_full": EVERY,
     "keyless ds_empty after dQ": EVERY,
@@ -143,16 +143,16 @@ FAULTS = {
     "dq_empty before dV": IN_DS,
     "ds_empty before dK": IN_DS,
     "dV is read before dQ": UNDER_LAST_DQ,
-    "dV is read before dK": OWN_ROOM,
-    "dK is read before dV": OWN_ROOM,
+    "dV is read before dK": OWN_BUFFER,
+    "dK is read before dV": OWN_BUFFER,
 }
 IMPLIED = {
-    # A consumer has its turn when the other one has issued products of the same step: its dQ of two steps before, which
-    # read the stage of dS, is then complete.
-    "keyless ds_empty before zeros": TURNS,
+    # A consumer passes its ping-pong barrier when the other one has issued products of the same step: its dQ of two
+    # steps before, which read the stage of dS, is then complete.
+    "keyless ds_empty before zeros": PING_PONG,
     # dQ waits for the dS of consumer 0, which is made when K is there. A stage of dS is empty when all warps have
     # released Q and dO of two steps before, so that a release of these is counted in its own phase. One of V comes when
-    # consumer 0 has read V of the tile before; where that is released before the wait for dS, the turn says so.
+    # consumer 0 has read V of the tile before; where that is released before the wait for dS, ping-pong implies it.
     "keyless q_full, do_full, k_full, v_full": [name for name in EVERY if name != "pipelined, no ping-pong"],
     "keyless q_full": ["pipelined, no ping-pong"],
     "keyless do_full": ["pipelined, no ping-pong"],

@@ -51,7 +51,7 @@ CONSUMER = {"q": 1, "do": 0}
 Tile = tuple[int, int, list[int]]
 """Head, n-block and m-blocks, in the order of the steps."""
 Part = tuple[int, int, int, int]
-"""Head, m-block, block of the cluster and consumer: what has a semaphore."""
+"""Head, m-block, CTA of the cluster and consumer: what has a semaphore."""
 
 
 class Launch:
@@ -59,11 +59,11 @@ class Launch:
 
     def __init__(self, tiles: list[Tile]) -> None:
         self.tiles, self.taken = tiles, 0
-        self.turn: dict[Part, int] = {}
+        self.semaphores: dict[Part, int] = {}
         for (head, n_block, m_blocks), rank, number in itertools.product(tiles, RANKS, NUMBERS):
             for m_block in m_blocks:
                 part = head, m_block, rank, number
-                self.turn[part] = min(n_block, self.turn.get(part, n_block))
+                self.semaphores[part] = min(n_block, self.semaphores.get(part, n_block))
         self.added: dict[Part, list[int]] = defaultdict(list)
 
 
@@ -88,22 +88,22 @@ class OrderedCluster(Cluster):
 
     def add(self, rank: int, number: int, index: int, step: int) -> Role:
         part, n_block = self.part(index, step, rank, number), self.launch.tiles[index][1]
-        yield lambda: self.launch.turn[part] == n_block
+        yield lambda: self.launch.semaphores[part] == n_block
         self.launch.added[part].append(n_block)
 
     def load_rows(self, rank: int, name: str) -> Role:
-        block, number = self.blocks[rank], CONSUMER[name]
+        cta, number = self.ctas[rank], CONSUMER[name]
         loaded: list[tuple[int, int]] = []
         complete = tile = 0
 
         def release(step: int) -> None:
             index, of_tile = loaded[step]
             part, n_block = self.part(index, of_tile, rank, number), self.launch.tiles[index][1]
-            assert self.launch.added[part][-1:] == [n_block] and self.launch.turn[part] == n_block
-            self.launch.turn[part] = n_block + 1
+            assert self.launch.added[part][-1:] == [n_block] and self.launch.semaphores[part] == n_block
+            self.launch.semaphores[part] = n_block + 1
 
         def empty(step: int) -> Any:
-            return block.empty[name][step % 2].wait(step // 2 + 1)
+            return cta.empty[name][step % 2].wait(step // 2 + 1)
 
         def complete_step() -> None:
             nonlocal complete
@@ -112,36 +112,36 @@ class OrderedCluster(Cluster):
                 release(complete - 2)
 
         while True:
-            published = block.tile_full[tile % 2].wait(tile // 2)
+            published = cta.tile_full[tile % 2].wait(tile // 2)
             while self.releases_early and not published():
                 done = empty(complete + 2) if complete < len(loaded) else published
                 yield lambda published=published, done=done: published() or done()
                 if not published():
                     complete_step()
             yield published
-            index, count = block.records[tile % 2]
+            index, count = cta.records[tile % 2]
             if count == NO_TILE:
                 break
             for step in range(count):
                 is_new = complete + 2 == len(loaded)
                 if is_new:
                     yield empty(len(loaded))
-                block.full[name][len(loaded) % 2].arrive(2)
-                for other in self.blocks:
-                    self.events.append(partial(self._rows_come, other, name, len(loaded) % 2, rank, (index, step)))
+                cta.full[name][len(loaded) % 2].arrive(2)
+                for other in self.ctas:
+                    self.events.append(partial(self._rows_land, other, name, len(loaded) % 2, rank, (index, step)))
                 loaded.append((index, step))
                 if is_new:
                     yield anytime
                     complete_step()
             if name == "q" and rank == 0:
-                block.wanted.arrive()
-            block.tile_empty[tile % 2].arrive()
+                cta.next_wanted.arrive()
+            cta.tile_empty[tile % 2].arrive()
             tile += 1
         while complete < len(loaded):
             yield empty(complete + 2)
             complete_step()
         if loaded:
-            yield block.tile_empty[(tile - 1) % 2].wait((tile - 1) // 2)
+            yield cta.tile_empty[(tile - 1) % 2].wait((tile - 1) // 2)
             release(len(loaded) - 1)
 
 
@@ -176,7 +176,7 @@ SIZES = st.tuples(
 def test_additions_have_the_order_of_the_n_blocks(size: tuple[int, ...], clusters: int, seed: int) -> None:
     tiles = windowed(*size)
     launch = launched(tiles, clusters, seed)
-    expected = {part: [] for part in launch.turn}
+    expected = {part: [] for part in launch.semaphores}
     for head, n_block, m_blocks in sorted(tiles, key=lambda tile: tile[1]):
         for m_block, rank, number in itertools.product(m_blocks, RANKS, NUMBERS):
             expected[head, m_block, rank, number].append(n_block)
@@ -309,7 +309,7 @@ def test_the_chosen_tiles_are_near_the_fastest_of_those_timed() -> None:
 
 
 def test_additions_in_order_have_tiles_of_their_own() -> None:
-    """Narrow and wide heads wait for their turn in shared memory, and those between them in registers."""
+    """Narrow and wide heads wait for the semaphore with dQ in shared memory, those between with dQ in registers."""
     tiles = {d: config_of(problem_of(head_dim=d, head_dim_v=d)) for d in (64, 80, 96, 104, 128)}
     registers = {d for d, tile in tiles.items() if tile.dq == "ordered_register_atomics"}
     assert registers == {80, 96} and all(tile.in_order and tile.postprocess == "own_launch" for tile in tiles.values())

@@ -45,23 +45,23 @@ def test_the_cluster_without_one_of_its_rules_is_found_out(fault: dict[str, Any]
 # --- AdditionsWarp: the CTA's tiles whose additions are made, reported in their order
 
 
-class Carried:
-    """A producer, a consumer that adds a tile's last dQ in the next tile with steps, and who tells of it.
+class AdditionsModel:
+    """A producer, a consumer that adds a tile's last dQ in the next tile with steps, and the warp that reports it.
 
     Args:
         steps: of each tile.
-        patient: the warp waits for each tile's additions before it looks at the next tile, as it once did.
+        waits_for_each: the warp waits for each tile's additions before it looks at the next tile, as it once did.
     """
 
-    def __init__(self, steps: Sequence[int], patient: bool = False) -> None:
-        self.steps, self.patient = [*steps, NO_TILE], patient
+    def __init__(self, steps: Sequence[int], waits_for_each: bool = False) -> None:
+        self.steps, self.waits_for_each = [*steps, NO_TILE], waits_for_each
         self.full, self.empty = stages_of(1), stages_of(2)
         self.records = [NO_TILE, NO_TILE]
         self.added: list[int] = []
         self.reported: list[int] = []
 
     def roles(self) -> list[Role]:
-        return [self.produce(), self.consume(), self.tell_patiently() if self.patient else self.tell()]
+        return [self.produce(), self.consume(), self.report_after_waiting() if self.waits_for_each else self.report()]
 
     def produce(self) -> Role:
         for tile in range(len(self.steps)):
@@ -70,7 +70,7 @@ class Carried:
             self.full[tile % 2].arrive()
 
     def consume(self) -> Role:
-        carried = []
+        last_dq = []
         for tile, steps in enumerate(self.steps):
             yield self.full[tile % 2].wait(tile // 2)
             assert self.records[tile % 2] == tile
@@ -78,19 +78,19 @@ class Carried:
                 break
             if steps > 0:
                 yield anytime
-                self.added += carried
-                carried = [tile]
+                self.added += last_dq
+                last_dq = [tile]
             self.empty[tile % 2].arrive()
-        self.added += carried
+        self.added += last_dq
 
-    def tell(self) -> Role:
+    def report(self) -> Role:
         waiting: list[int] = []
         due = partial(self.due, waiting)
         for tile, steps in enumerate(self.steps):
             full = self.full[tile % 2].wait(tile // 2)
             while not full():
                 yield lambda full=full: full() or due()
-                self.tell_first(waiting)
+                self.report_first(waiting)
             self.empty[tile % 2].arrive()
             if steps == NO_TILE:
                 break
@@ -99,25 +99,25 @@ class Carried:
                 continue
             if len(waiting) == 2:
                 yield due
-                self.tell_first(waiting)
+                self.report_first(waiting)
             waiting.append(tile)
         while waiting:
             yield due
-            self.tell_first(waiting)
+            self.report_first(waiting)
 
     def full_reported(self) -> list[int]:
         return [tile for tile in self.reported if self.steps[tile] > 0]
 
     def due(self, waiting: list[int]) -> bool:
-        """The block counts additions, not of which tile they are."""
+        """The CTA counts additions, and not of which tile they are."""
         return bool(waiting) and len(self.added) > len(self.full_reported())
 
-    def tell_first(self, waiting: list[int]) -> None:
+    def report_first(self, waiting: list[int]) -> None:
         if self.due(waiting):
             assert waiting[0] in self.added, "reported before it is added"
             self.reported.append(waiting.pop(0))
 
-    def tell_patiently(self) -> Role:
+    def report_after_waiting(self) -> Role:
         for tile, steps in enumerate(self.steps):
             yield self.full[tile % 2].wait(tile // 2)
             self.empty[tile % 2].arrive()
@@ -131,14 +131,14 @@ class Carried:
 @settings(deadline=None, max_examples=200)
 @given(steps=st.lists(st.sampled_from((0, 0, 0, 1, 2)), max_size=12), seed=st.integers(0, 1 << 32))
 def test_every_tile_is_reported_once_when_it_is_added(steps: list[int], seed: int) -> None:
-    block = Carried(steps)
-    play(block.roles(), [], random.Random(seed))
-    assert sorted(block.reported) == list(range(len(steps))) and block.full_reported() == block.added
+    model = AdditionsModel(steps)
+    play(model.roles(), [], random.Random(seed))
+    assert sorted(model.reported) == list(range(len(steps))) and model.full_reported() == model.added
 
 
 def test_an_additions_warp_that_waits_for_each_tile_hangs() -> None:
     """What made a launch hang: tiles without steps follow, and their stages are full (notebook 0012)."""
     with pytest.raises(Hang):
         for seed in range(50):
-            block = Carried([1, 0, 0, 0, 1], patient=True)
-            play(block.roles(), [], random.Random(seed))
+            model = AdditionsModel([1, 0, 0, 0, 1], waits_for_each=True)
+            play(model.roles(), [], random.Random(seed))
