@@ -238,7 +238,7 @@ def check_results(
 def check_indices(
     name: str, t: Any, shape: Callable[[], str], fits: Callable[[torch.Size], bool], q: torch.Tensor
 ) -> None:
-    """A tensor of indices as kernels read it: int32, contiguous, on the device of q.
+    """Raise unless a tensor of indices is as kernels read it: int32, contiguous, on the device of q.
 
     ``shape`` gives the text of an error only: torch.compile makes a constant of a symbol that is formatted.
     """

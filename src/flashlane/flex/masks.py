@@ -126,8 +126,11 @@ def _made(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mask:
 
 @_named
 def causal(offset: int = 0) -> Mask:
-    """Key j is visible to query i where ``j <= i + offset``."""
+    """Key j is visible to query i where ``j <= i + offset``.
 
+    Raises:
+        ValueError: ``offset`` is not a whole number.
+    """
     _check(least=None, offset=offset)
     offset = max(-FARTHEST, min(offset, FARTHEST))
 
@@ -214,7 +217,11 @@ def documents(offsets: torch.Tensor, causal: bool = False) -> Mask:
 @_reading
 @_named
 def block_causal_documents(offsets: torch.Tensor, block: int) -> Mask:
-    """Packed documents of blocks of tokens: a token sees its own block and all earlier ones of its document."""
+    """Packed documents of blocks of tokens: a token sees its own block and all earlier ones of its document.
+
+    Raises:
+        TypeError, ValueError: ``offsets`` is none of :func:`documents`, or ``block`` is not a whole number from 1.
+    """
     _check(least=1, block=block)
     found, ids = _documents_of(offsets)
     offsets = found.offsets
@@ -268,7 +275,11 @@ def prefix_lm(prefix: int | torch.Tensor) -> Mask:
 
 @_named
 def chunks(size: int, causal: bool = False) -> Mask:
-    """A token sees its own chunk of ``size`` tokens, with ``causal`` up to itself."""
+    """A token sees its own chunk of ``size`` tokens, with ``causal`` up to itself.
+
+    Raises:
+        ValueError: ``size`` is not a whole number from 1.
+    """
     _check(least=1, size=size)
     size = min(size, FARTHEST)
 
@@ -338,8 +349,11 @@ def prefix_tree(parents: Sequence[int], lengths: Sequence[int], device: Any = "c
 def block_diffusion(length: int, block: int) -> Mask:
     """Training of block diffusion models: ``length`` noised tokens, then the same tokens clean.
 
-    A noised token sees its own noised block and the clean blocks before it; a clean token sees its own
-    clean block and those before it.
+    A noised token sees its own noised block and the clean blocks before it; a clean token sees its own clean block and
+    those before it.
+
+    Raises:
+        ValueError: ``length`` or ``block`` is not a whole number from 1, or ``length`` is above 2²⁹.
     """
     _check(least=1, length=length, block=block)
     block = min(block, FARTHEST)

@@ -126,6 +126,9 @@ def explain(
 
     Returns:
         One line; where flashlane runs, followed by the text of :func:`flashlane.explain`.
+
+    Raises:
+        ValueError: ``is_causal`` is True, and ``attn_mask`` is a ``CausalBias``.
     """
     query, key, value = (autocast(t) for t in (query, key, value))
     lower_right = False

@@ -77,7 +77,11 @@ def nvrtc() -> ModuleType:
 
 
 def call(function: Any, *arguments: Any) -> Any:
-    """Call an NVRTC function and give back its value; a failure raises with the code's name."""
+    """Call an NVRTC function and return its value.
+
+    Raises:
+        RuntimeError: it failed; the message has its name and that of the code.
+    """
     code, *values = function(*arguments)
     if int(code):
         raise RuntimeError(f"{getattr(function, '__name__', function)} failed: {getattr(code, 'name', code)}")
@@ -130,7 +134,11 @@ def check_architecture(arch: str) -> None:
 
 
 def architecture_number(arch: str) -> int:
-    """``sm_90a`` -> 90."""
+    """``sm_90a`` -> 90.
+
+    Raises:
+        ValueError: ``arch`` is not of that form.
+    """
     match = _ARCH.fullmatch(arch)
     if match is None:
         raise ValueError(f"arch is {arch!r}; it looks like 'sm_80' or 'sm_90a'")

@@ -122,7 +122,7 @@ def repeated(function: Function, grid: Dim3, threads: int, shared: int, params: 
 
 
 def check_outputs(problem: AttentionProblem, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """The caller's output must be what the kernels write: contiguous columns, and a contiguous f32 LSE."""
+    """Raise ValueError unless the outputs are what kernels write: contiguous columns, and a contiguous f32 LSE."""
     shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim_v)
     if tuple(out.shape) != shape or out.dtype != problem.dtype or out.stride(-1) != 1:
         raise ValueError(

@@ -170,7 +170,12 @@ def count(
     """Count metrics of one call of each implementation, kernels and peers by their tags.
 
     Args:
+        problem: the call.
+        tags: of the implementations.
+        direction: forward or backward.
         metrics: names for ncu; default :func:`all_metrics`. Those unknown to this ncu or chip are left out.
+        seed: of the inputs.
+        device: a CUDA device.
         seconds: how long ncu may take; with a report :data:`REPORT_SECONDS`.
         report: a file, ``.ncu-rep``, that the same run writes, to be opened with ``ncu-ui`` or ``ncu --import``.
         sections: the set of sections that the report has, as ``ncu --list-sets`` has them: full, detailed, basic.

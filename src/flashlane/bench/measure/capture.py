@@ -193,6 +193,9 @@ def tokenize(tokenizer: Any, text: str, max_tokens: int, batch: int) -> torch.Te
 
     A text longer than one sequence continues in the next one; a last, shorter part is dropped. Each sequence has the
     special tokens.
+
+    Raises:
+        ValueError: ``max_tokens`` leaves no room for text next to the special tokens.
     """
     special = tokenizer.num_special_tokens_to_add()
     if max_tokens <= special:

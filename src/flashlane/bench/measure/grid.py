@@ -38,7 +38,11 @@ _WINDOW = re.compile(r"^(-1|\d+),(-1|\d+)$")
 
 
 def parse_dtypes(text: str, name: str = "--dtype") -> tuple[torch.dtype, ...]:
-    """Element types from a comma list of f16, bf16, f32, f64 (or torch's names for them)."""
+    """Element types from a comma list of f16, bf16, f32, f64 (or torch's names for them).
+
+    Raises:
+        ValueError: a word is none of them; the message has ``name``.
+    """
     words = [word.strip().lower() for word in text.split(",")]
     for word in words:
         if word not in DTYPE_ALIASES:
@@ -47,7 +51,11 @@ def parse_dtypes(text: str, name: str = "--dtype") -> tuple[torch.dtype, ...]:
 
 
 def parse_names(text: str, name: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Names from a comma list, each of which must be known; the error names the nearest known ones."""
+    """Names from a comma list.
+
+    Raises:
+        ValueError: one is not in ``allowed``; the message has ``name``, and the nearest names that are.
+    """
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for word in names:
         if word not in allowed:

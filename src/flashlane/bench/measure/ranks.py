@@ -319,7 +319,8 @@ def on_ranks(size: int, backend: str, job: Callable[..., Any], *arguments: Any, 
     Args:
         size: the number of processes, each with a GPU of its own where the backend is "nccl".
         backend: "nccl" or "gloo".
-        job: called with the rank's device and the arguments.
+        job: called with the rank's device and ``arguments``.
+        arguments: of the job, which other processes unpickle.
         seconds: after them all ranks are ended, or None to wait as long as they take.
 
     Raises:

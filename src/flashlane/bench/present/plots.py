@@ -83,6 +83,7 @@ def throughput_figure(
     """TFLOP/s against sequence length: a panel for each head dim (and dtype, mask), a line for each tag.
 
     Args:
+        measured: the results of a file.
         most: kernels drawn, the fastest over all problems; every peer is.
         ceilings: TFLOP/s by name; a name that begins with a dtype is drawn in that dtype's panels alone.
         copy: GB/s of a copy: the ceiling that it puts over each length, by the least bytes that the problem moves.
@@ -143,7 +144,11 @@ def throughput_lines(
 
 
 def memory_lines(measured: Measured, most: int = MOST_LINES, styles: Styles | None = None) -> Lines:
-    """What :func:`memory_figure` draws."""
+    """What :func:`memory_figure` draws.
+
+    Raises:
+        ValueError: no row says what a call allocates.
+    """
     with_memory = tuple(p for p in measured.points if p.extra_bytes)
     if not with_memory:
         raise ValueError(f"{measured.path} does not say what a call allocates (flashlane bench --memory)")

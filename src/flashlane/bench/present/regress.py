@@ -171,7 +171,11 @@ def load(path: Path) -> Run:
 
 
 def read(path: Path) -> str:
-    """The text of a results file; ValueError, naming the file, when it cannot be read."""
+    """The text of a results file.
+
+    Raises:
+        ValueError: it cannot be read; the message names it.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -182,7 +186,11 @@ def read(path: Path) -> str:
 
 
 def parse(text: str, path: str) -> Run:
-    """The run in the text of a results file; ``path`` is for the messages of :func:`load`'s errors."""
+    """The run in the text of a results file.
+
+    Raises:
+        ValueError: it is not a results file, is damaged, or has no timed row; the message has ``path``.
+    """
     try:
         body = parse_json(text)
     except ValueError as error:
@@ -232,6 +240,8 @@ def compare(
     """Compare two runs cell by cell.
 
     Args:
+        baseline: the run that is compared with.
+        later: the run that may be slower.
         floor: change that counts as none, as a fraction of the time.
         alpha: chance of any false alarm among all cells.
         across_devices: compare although the devices differ.

@@ -235,7 +235,11 @@ def stem_of(suite: Suite, device: str) -> str:
 
 
 def guarded(call: Callable[[], T], device: torch.device) -> T:
-    """The result of a call; an error about memory becomes :class:`OutOfMemory`, which holds no tensor."""
+    """The result of a call.
+
+    Raises:
+        OutOfMemory: in the place of an error about memory, whose traceback holds tensors.
+    """
     try:
         return call()
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

@@ -161,6 +161,9 @@ def flash_attn_combine(
     """:func:`flashlane.combine` of outputs ``(n, b, s, h, d)`` with LSEs ``(n, b, s, h)``; the LSE is ``(b, s, h)``.
 
     Packed: ``(n, total, h, d)`` with ``(n, total, h)``. A given ``out`` is written to and returned.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid; the message names it.
     """
     for name, t in (("out_partial", out_partial), ("lse_partial", lse_partial)):
         check_strided(name, t)
@@ -234,6 +237,10 @@ def flash_attn_with_kvcache(
 
     ``qv`` is as in :func:`flash_attn_func`, over caches that hold their keys; side by side in one tensor, v first or k
     first, these are read where they are, and copied otherwise. With ``return_softmax_lse`` it returns (out, lse).
+
+    Raises:
+        NotImplementedError: an argument is given that flashlane has no kernel for; the message names it.
+        TypeError, ValueError: an argument is not valid.
     """
     refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
     refuse(rotary_seqlens=rotary_seqlens, cu_seqlens_k_new=None if k is None else cu_seqlens_k_new)

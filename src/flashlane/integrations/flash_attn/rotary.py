@@ -125,7 +125,11 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False, seqlen_offsets: Offsets = 0
 ) -> torch.Tensor:
-    """k of ``(b, s, 2, h, d)`` rotated in place; returns it."""
+    """Rotate k of ``kv (b, s, 2, h, d)`` in place, and return ``kv``.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid; the message names it.
+    """
     check_strided("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv has shape {tuple(kv.shape)}; it must be (batch, seqlen, 2, heads, head_dim)")
