@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from backward_rule import BackwardInputs, backward_inputs, logs_of, poison, without_an_owner
+from backward_rule import BackwardInputs, backward_inputs, complaints, logs_of, poison, without_an_owner
 
 from flashlane.bench.measure import drawn as draws
 from flashlane.bench.measure.drawn_case import Case
@@ -162,6 +162,22 @@ def draw(variant: Variant, number: int) -> Drawn:
         out=chance.choice(("plain", "plain", "transposed")),
         owned=not case.varlen or chance.random() < 0.5,
     )
+
+
+def drawn_problems(
+    variant: Variant, count: int = DRAWS, drawing: Callable[[Variant, int], Drawn] = draw
+) -> Iterator[tuple[int, Drawn, AttentionProblem, Inputs]]:
+    """Of the first drawn problems of a variant those that are taken, with their numbers."""
+    for number in range(count):
+        item = drawing(variant, number)
+        problem, inputs = item.build(variant.dtype, HERE)
+        if refusal(problem) is None:
+            yield number, item, problem, inputs
+
+
+def assert_right(item: object, inputs: Inputs, what: BackwardInputs, found: Gradients) -> None:
+    wrong = complaints(inputs, what, found)
+    assert not wrong, f"{item}: {'; '.join(wrong)}"
 
 
 def run(

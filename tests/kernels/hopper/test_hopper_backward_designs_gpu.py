@@ -16,13 +16,14 @@ from hopper_gradients import (
     HERE,
     Drawn,
     Variant,
+    assert_right,
     dense,
     draw,
+    drawn_problems,
     equal,
     forwarded,
     needs_hopper,
     on_four_streams,
-    refusal,
     repeats,
     run,
 )
@@ -122,17 +123,12 @@ WINDOWS = (Variant(BF16, 256, mask="both"), Variant(F16, 168, mask="left"), Vari
 @pytest.mark.parametrize("variant", WINDOWS, ids=str)
 def test_clusters_make_the_gradients_of_narrow_windows_too(variant: Variant, always_clusters: None) -> None:
     windows = 0
-    for number in range(DRAWS):
-        item = draw(variant, number)
-        problem, inputs = item.build(variant.dtype, HERE)
-        if refusal(problem) is not None:
-            continue
+    for _, item, problem, inputs in drawn_problems(variant):
         config = config_of(problem.with_hiding_sides)
         assert config.design == "two_cta"
         windows += config.has_left
         rows, what = item.backward_inputs(problem, inputs)
-        wrong = complaints(rows, what, run(problem, rows, what))
-        assert not wrong, f"{item}: {'; '.join(wrong)}"
+        assert_right(item, rows, what, run(problem, rows, what))
     assert windows >= DRAWS // 4
 
 
@@ -146,24 +142,22 @@ IN_KERNEL += (
 IN_KERNEL += (Variant(F16, 128, features=("sinks",)),)
 
 
+def with_seven_times_the_heads(variant: Variant, number: int) -> Drawn:
+    """The drawn problem of a number with more heads than SMs have tiles: else the launch before writes all zeros."""
+    item = draw(variant, number)
+    return replace(item, case=replace(item.case, kv_heads=7 * item.case.kv_heads))
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("variant", IN_KERNEL, ids=str)
 def test_idle_warps_make_the_dq_that_other_launches_make(variant: Variant, always_in_kernel: None) -> None:
     in_kernel = 0
-    for number in range(DRAWS):
-        item = draw(variant, number)
-        # More heads than the SMs have tiles, or the launch before writes all zeros.
-        item = replace(item, case=replace(item.case, kv_heads=7 * item.case.kv_heads))
-        problem, inputs = item.build(variant.dtype, HERE)
-        if refusal(problem) is not None:
-            continue
+    for _, item, problem, inputs in drawn_problems(variant, drawing=with_seven_times_the_heads):
         in_kernel += config_of(problem).in_kernel_dq
         rows, what = item.backward_inputs(problem, inputs)
         for _ in range(3):
-            found = run(problem, rows, what)
-            wrong = complaints(rows, what, found)
-            assert not wrong, f"{item}: {'; '.join(wrong)}"
+            assert_right(item, rows, what, run(problem, rows, what))
     assert in_kernel >= DRAWS // 4
 
 
@@ -227,17 +221,12 @@ def one_or_several_tiles(variant: Variant, number: int) -> Drawn:
 def test_tma_stores_the_bits_that_consumers_store(variant: Variant) -> None:
     """Odd lengths, grouped heads and last tiles that end within the tile; a row of another sequence would differ."""
     staged = 0
-    for number in range(DRAWS):
-        item = one_or_several_tiles(variant, number)
-        problem, inputs = item.build(variant.dtype, HERE)
-        if refusal(problem) is not None:
-            continue
+    for number, item, problem, inputs in drawn_problems(variant, drawing=one_or_several_tiles):
         config = with_tma_stores(problem, long_steps=number % 4 > 1)
         staged += config.stores_by_tma
         rows, what = item.backward_inputs(problem, inputs)
         by_tma = run(problem, rows, what, config)
-        wrong = complaints(rows, what, by_tma)
-        assert not wrong, f"{item}: {'; '.join(wrong)}"
+        assert_right(item, rows, what, by_tma)
         plain: dict[str, Any] = {}
         if config.design == "one_cta":  # which may have room for the columns of statistics only without these stores
             plain = {"peeled": False, "subtracts_in_products": config.product_statistics}
@@ -263,16 +252,11 @@ SKIPPED += tuple(Variant(F16, head_dim, features=("deterministic",)) for head_di
 def test_steps_whose_keys_are_hidden_are_skipped_with_the_same_bits(variant: Variant) -> None:
     """A hidden step adds zeros to dK and dV, so that their bits are those of a kernel that makes its products."""
     compared = 0
-    for number in range(DRAWS):
-        item = one_or_several_tiles(variant, number)
-        problem, inputs = item.build(variant.dtype, HERE)
-        if refusal(problem) is not None:
-            continue
+    for _, item, problem, inputs in drawn_problems(variant, drawing=one_or_several_tiles):
         rows, what = item.backward_inputs(problem, inputs)
         config = config_of(problem).specialised(problem)
         skipping = run(problem, rows, what, replace(config, skips_hidden=True))
-        wrong = complaints(rows, what, skipping)
-        assert not wrong, f"{item}: {'; '.join(wrong)}"
+        assert_right(item, rows, what, skipping)
         making = run(problem, rows, what, replace(config, skips_hidden=False))
         assert equal(skipping, making, repeats(problem)), str(item)
         compared += 1
@@ -295,16 +279,11 @@ SPLIT += (Variant(F16, 128, features=("varlen", "softcap", "alibi", "sinks")),)
 @pytest.mark.parametrize("variant", SPLIT, ids=str)
 def test_splits_of_tiles_make_what_whole_tiles_make(variant: Variant, always_split: None) -> None:
     split = 0
-    for number in range(DRAWS):
-        item = draw(variant, number)
-        problem, inputs = item.build(variant.dtype, HERE)
-        if refusal(problem) is not None:
-            continue
+    for _, item, problem, inputs in drawn_problems(variant):
         split += config_of(problem).split_q
         rows, what = item.backward_inputs(problem, inputs)
         found = run(problem, rows, what)
-        wrong = complaints(rows, what, found)
-        assert not wrong, f"{item}: {'; '.join(wrong)}"
+        assert_right(item, rows, what, found)
         for _ in range(3):
             assert equal(found, run(problem, rows, what), repeats(problem)), f"{item}: other bits in another run"
     assert split >= DRAWS // 4

@@ -6,8 +6,8 @@ import collections
 
 import pytest
 import torch
-from backward_rule import complaints, poison
-from hopper_gradients import BF16, F16, HERE, KERNEL, Variant, draw, needs_hopper, refusal, repeats
+from backward_rule import poison
+from hopper_gradients import BF16, F16, KERNEL, Variant, assert_right, drawn_problems, needs_hopper, repeats
 
 from flashlane.core.dispatch import select_backward
 
@@ -27,11 +27,7 @@ VARIANTS = [
 def test_gradients_in_f32_are_right_and_nearer(variant: Variant) -> None:
     """Rounded, they are judged as those that kernels round; before, they are nearer to f64 over all draws."""
     squares: collections.Counter[tuple[str, str]] = collections.Counter()
-    for number in range(DRAWS):
-        item = draw(variant, number)
-        problem, inputs = item.build(variant.dtype, HERE)
-        if refusal(problem) is not None:
-            continue
+    for _, item, problem, inputs in drawn_problems(variant, DRAWS):
         rows, what = item.backward_inputs(problem, inputs)
         chosen, call = select_backward(problem, KERNEL), (what.out, what.lse, what.do, what.dlse)
         assert chosen.tag == "hopper"
@@ -43,8 +39,7 @@ def test_gradients_in_f32_are_right_and_nearer(variant: Variant) -> None:
         assert {each.dtype for each in wide[:3]} == {torch.float32}
         for found in (narrow, wide):
             rounded = found._replace(**{name: getattr(found, name).to(variant.dtype) for name in ("q", "k", "v")})
-            wrong = complaints(rows, what, rounded)
-            assert not wrong, f"{item}: {'; '.join(wrong)}"
+            assert_right(item, rows, what, rounded)
         again = chosen.run_f32(problem, rows, *call, f32_dq=True, forward=KERNEL)
         for name in repeats(problem):
             first, second = getattr(wide, name), getattr(again, name)

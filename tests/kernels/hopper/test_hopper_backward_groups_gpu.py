@@ -6,8 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backward_rule import complaints
-from hopper_gradients import BF16, DRAWS, F16, HERE, Drawn, Variant, dense, draw, forwarded, needs_hopper, refusal, run
+from hopper_gradients import (
+    BF16,
+    DRAWS,
+    F16,
+    Drawn,
+    Variant,
+    assert_right,
+    dense,
+    draw,
+    drawn_problems,
+    forwarded,
+    needs_hopper,
+    run,
+)
 
 from flashlane.kernels.hopper.backward.kernel import config_of
 
@@ -35,11 +47,7 @@ def of_groups(variant: Variant, number: int) -> Drawn:
 def test_both_orders_of_steps_make_the_same_gradients(variant: Variant) -> None:
     """dK and dV are sums in another order, and so are not the same to the bit."""
     ran = 0
-    for number in range(DRAWS):
-        item = of_groups(variant, number)
-        problem, inputs = item.build(variant.dtype, HERE)
-        if refusal(problem) is not None:
-            continue
+    for _, item, problem, inputs in drawn_problems(variant, drawing=of_groups):
         config = config_of(problem)
         if config.design == "split_dkdv_dq":
             continue
@@ -47,8 +55,7 @@ def test_both_orders_of_steps_make_the_same_gradients(variant: Variant) -> None:
         (values,) = {dict(source.constants)["HEADS_INNER"] for source in inner.gradient_sources()}
         assert values, inner.describe()
         rows, what = item.backward_inputs(problem, inputs)
-        wrong = complaints(rows, what, run(problem, rows, what, inner))
-        assert not wrong, f"{item}: {'; '.join(wrong)}"
+        assert_right(item, rows, what, run(problem, rows, what, inner))
         ran += 1
     assert ran >= DRAWS // 4
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from backward_rule import complaints
 from hopper_gradients import (
     BF16,
     DRAWS,
     F16,
-    HERE,
+    Drawn,
     Variant,
+    assert_right,
     dense,
     draw,
+    drawn_problems,
     equal,
     forwarded,
     needs_hopper,
-    refusal,
     repeats,
     run,
 )
@@ -76,20 +76,20 @@ def with_zeros(problem: AttentionProblem, config: Any) -> list[GradientConfig]:
     return [one.specialised(problem) for one in found]
 
 
+def with_many_heads(variant: Variant, number: int) -> Drawn:
+    """A drawn problem with more heads than SMs have tiles at first, whose zeros the preprocess kernel writes."""
+    item = draw(variant, number)
+    lengths = LENGTHS[(number + variant.head_dim // 8) % len(LENGTHS)]
+    case = replace(item.case, lengths=(lengths,) * 6, kv_heads=12, group=1 + number % 2, strides="plain")
+    return replace(item, case=case)
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize("variant", ZEROED, ids=str)
 def test_zeros_of_the_launch_are_those_of_the_launch_before(variant: Variant, stale: None) -> None:
     in_launch = 0
-    for number in range(max(2, DRAWS // 4)):
-        item = draw(variant, number)
-        # More heads than SMs have tiles at the beginning, whose zeros the preprocess kernel writes.
-        lengths = LENGTHS[(number + variant.head_dim // 8) % len(LENGTHS)]
-        case = replace(item.case, lengths=(lengths,) * 6, kv_heads=12, group=1 + number % 2, strides="plain")
-        item = replace(item, case=case)
-        problem, inputs = item.build(variant.dtype, HERE)
-        if refusal(problem) is not None:
-            continue
+    for _, item, problem, inputs in drawn_problems(variant, max(2, DRAWS // 4), with_many_heads):
         rows, what = item.backward_inputs(problem, inputs)
         config = without(problem)
         right = run(problem, rows, what, config)
@@ -97,8 +97,7 @@ def test_zeros_of_the_launch_are_those_of_the_launch_before(variant: Variant, st
             zeros = DESIGNS[other.design].schedule(other, problem, SMS).in_kernel_dq
             in_launch += 0 < zeros.zeroed_before < zeros.tiles
             grads = run(problem, rows, what, other)
-            wrong = complaints(rows, what, grads)
-            assert not wrong, f"{item} {other.describe()}: {'; '.join(wrong)}"
+            assert_right(f"{item} {other.describe()}", rows, what, grads)
             # Sums of splits have another order where the splits are others.
             alike = not (config.split_q or other.split_q) or (
                 (config.block_m, config.split_q) == (other.block_m, other.split_q)
