@@ -24,7 +24,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,6 @@ from markdown_parts import table, wrapped
 from result_tables import bench_tables, standing
 from suite_sentences import behind_on_chosen, slower_steps
 
-MARKED = re.compile(
-    rf"(<!-- (kernels|features|standing|suite-steps|chosen-behind|first-call|{'|'.join(drawn_tables.PARTS)}|"
-    r"mma-(?:shapes|holes)|"
-    r"bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n)"
-    r".*?(<!-- \2:end -->)",
-    re.DOTALL,
-)
 SHAPE_HEAD_DIMS = (64, 128, 256, 512, 1024)
 SHAPE_ARCH = "sm_90a"
 
@@ -61,31 +54,11 @@ def rendered(document: str, results: Path, name: str = "README") -> str:
         if f"<!-- {begin}:end -->" not in document:
             raise ValueError(f"{name} has <!-- {begin}:begin --> but no <!-- {begin}:end -->")
         if not MARKED.search(f"<!-- {begin}:begin -->\n<!-- {begin}:end -->"):
-            allowed = "kernels, features, standing, suite-steps, chosen-behind, first-call, "
-            allowed += f"{', '.join(drawn_tables.PARTS)}, mma-shapes, mma-holes or bench:FILE[/VIEW]"
-            raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be {allowed}")
+            raise ValueError(f"{name} has <!-- {begin}:begin -->; it may be {', '.join(PARTS)} or bench:FILE[/VIEW]")
 
     def part(match: re.Match[str]) -> str:
-        if match[2] == "kernels":
-            body = kernel_list()
-        elif match[2] == "features":
-            body = feature_table(ROOT / "benchmarks" / "scripts" / "features.json")
-        elif match[2] == "standing":
-            body = standing(results)
-        elif match[2] == "suite-steps":
-            body = slower_steps(results)
-        elif match[2] == "chosen-behind":
-            body = behind_on_chosen(results)
-        elif match[2] == "first-call":
-            body = first_call(results / "first_call.json")
-        elif match[2] in drawn_tables.PARTS:
-            body = drawn_tables.PARTS[match[2]](results)
-        elif match[2] == "mma-shapes":
-            body = shape_table()
-        elif match[2] == "mma-holes":
-            body = hole_table()
-        else:
-            body = bench_tables(results / f"{match[3]}.json", match[4] or "")
+        make = PARTS.get(match[2])
+        body = make(results) if make else bench_tables(results / f"{match[3]}.json", match[4] or "")
         return f"{match[1]}{body}{match[5]}"
 
     return MARKED.sub(part, document)
@@ -231,6 +204,25 @@ def first_hole(kernel: Any, arch: str) -> int | None:
     head_dims = range(16, kernel.variant.max_head_dim + 1, 16)
     first = bisect.bisect_left(head_dims, True, key=none)
     return head_dims[first] - 8 if first < len(head_dims) else None
+
+
+PARTS: dict[str, Callable[[Path], str]] = {
+    "kernels": lambda results: kernel_list(),
+    "features": lambda results: feature_table(ROOT / "benchmarks" / "scripts" / "features.json"),
+    "standing": standing,
+    "suite-steps": slower_steps,
+    "chosen-behind": behind_on_chosen,
+    "first-call": lambda results: first_call(results / "first_call.json"),
+    **drawn_tables.PARTS,
+    "mma-shapes": lambda results: shape_table(),
+    "mma-holes": lambda results: hole_table(),
+}
+"""What makes each part, but for those of a results file, from the folder of results."""
+MARKED = re.compile(
+    rf"(<!-- ({'|'.join(PARTS)}|bench:([\w.-]+?)(?:/([\w-]+))?):begin -->\n)"
+    r".*?(<!-- \2:end -->)",
+    re.DOTALL,
+)
 
 
 def main() -> int:
