@@ -181,45 +181,63 @@ def _attend(
             _log.debug("flex_attention runs torch's own function: %s", error)
             return by_torch()
     check(query, key, value, block_mask, enable_gqa)
-    given_mask, given_scale = block_mask, scale
+    given_scale = scale
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else check_number("scale", scale)
-    mask_mod = None if block_mask is None else block_mask.mask_mod
-    score_type = "f64" if query.dtype == torch.float64 else "f32"
     try:
-        if torch._C._are_functorch_transforms_active():
-            raise NotImplementedError(
-                "flex_attention is called under a transform of torch.func (vmap, grad, vjp, jvp), which it has no rule "
-                "for; torch.autograd differentiates it, and flash_attn_func and scaled_dot_product_attention have rules"
-            )
-        program, arguments = bind(score_mod, mask_mod, query.device, score_type)
-        if block_mask is not None and block_mask.BLOCK_SIZE[0] >= WHOLE and program.mask is None:
-            block_mask = None  # torch made this mask of one block, in which every pair is visible
-        window = windows.OPEN if block_mask is None else windows.NOTES.of(block_mask)
-        documents = packed.NOTES.of(block_mask) if program.score is None and query.shape[0] == 1 else None
-        needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        if documents is not None and not documents.hold_for(arguments.tensors):
-            documents = None
-        if needs_backward and documents is not None and len(documents.offsets) - 1 > packed.MOST_WITH_GRADIENTS:
-            documents = None
-        kernels = None
-        if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
-            lists = block_mask if window is None and documents is None else None
-            kernels = _kernels(query, key, value, lists, otherwise, program, arguments.tensors, scale)
+        call, arguments = _bound(query, key, value, score_mod, block_mask, scale, backend, otherwise)
     except NotImplementedError as error:
         if otherwise != "torch":
             raise
         _log.debug("flex_attention runs torch's own function: %s", error)
         return by_torch()
-    if block_mask is not None:
-        block_mask = narrowed(block_mask)
-    call = _Call(program, arguments.integers, block_mask, window, documents, scale, kernels, needs_backward)
+    if call.block_mask is not None:
+        call.block_mask = narrowed(call.block_mask)
     out, lse, largest = _Attention.apply(call, most, query, key, value, *arguments.tensors)
-    if kernels is not None and query is given[0] and key is given[1] and value is given[2]:
+    if call.kernels is not None and query is given[0] and key is given[1] and value is given[2]:
         prepare = functools.partial(_prepared, call, *given, arguments)
-        repeats.remember(given, score_mod, given_mask, given_scale, enable_gqa, prepare)
+        repeats.remember(given, score_mod, block_mask, given_scale, enable_gqa, prepare)
     if return_aux is not None:
         return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=largest if most else None)
     return (out, lse) if return_lse else out
+
+
+def _bound(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float,
+    backend: str,
+    otherwise: str,
+) -> tuple[_Call, Arguments]:
+    """A checked call with the program of its functions, and what the program reads.
+
+    Raises:
+        NotImplementedError: a function cannot be translated, no kernel runs the call, or a transform of torch.func is
+            at work.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "flex_attention is called under a transform of torch.func (vmap, grad, vjp, jvp), which it has no rule "
+            "for; torch.autograd differentiates it, and flash_attn_func and scaled_dot_product_attention have rules"
+        )
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    program, arguments = bind(score_mod, mask_mod, query.device, "f64" if query.dtype == torch.float64 else "f32")
+    if block_mask is not None and block_mask.BLOCK_SIZE[0] >= WHOLE and program.mask is None:
+        block_mask = None  # torch made this mask of one block, in which every pair is visible
+    window = windows.OPEN if block_mask is None else windows.NOTES.of(block_mask)
+    documents = packed.NOTES.of(block_mask) if program.score is None and query.shape[0] == 1 else None
+    needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if documents is not None and not documents.hold_for(arguments.tensors):
+        documents = None
+    if needs_backward and documents is not None and len(documents.offsets) - 1 > packed.MOST_WITH_GRADIENTS:
+        documents = None
+    kernels = None
+    if backend != "REFERENCE" and query.device.type not in OF_THE_REFERENCE:
+        lists = block_mask if window is None and documents is None else None
+        kernels = _kernels(query, key, value, lists, otherwise, program, arguments.tensors, scale)
+    return _Call(program, arguments.integers, block_mask, window, documents, scale, kernels, needs_backward), arguments
 
 
 _compiling = torch.compiler.is_dynamo_compiling
@@ -260,7 +278,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
                 raise ValueError(f"{name} has shape {tuple(t.shape)}: its {what} is 0; it must be at least 1")
         if t.device != query.device:
             raise ValueError(f"{name} is on {t.device} and query on {query.device}; they must be on one device")
-    batch, heads, rows, head_dim = query.shape
+    batch, heads, _, head_dim = query.shape
     if key.shape[3] != head_dim:
         raise ValueError(f"key has head dim {key.shape[3]}; it must be the query's, {head_dim}")
     if key.shape[:3] != value.shape[:3]:
@@ -271,8 +289,13 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_mas
         raise ValueError(f"query has {heads} heads and key {key.shape[1]}; enable_gqa=True allows that")
     if heads % key.shape[1]:
         raise ValueError(f"query has {heads} heads; it must be a multiple of key's, {key.shape[1]}")
-    if block_mask is None:
-        return
+    if block_mask is not None:
+        _check_block_mask(block_mask, query, key)
+
+
+def _check_block_mask(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+    """What :func:`check` asks of a mask, with tensors that fit together."""
+    batch, heads, rows, _ = query.shape
     if not isinstance(block_mask, torch_flex.BlockMask):
         raise TypeError(f"block_mask is {kind_of(block_mask)}; it must be a BlockMask or None")
     if block_mask.kv_num_blocks.device != query.device:
