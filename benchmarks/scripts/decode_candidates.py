@@ -1,4 +1,4 @@
-"""Configurations of the decode kernel against each other and against torch's attention, on the cells that tell most.
+"""Configurations of the decode kernel against each other and against torch's attention, where they differ most.
 
     PYTHONPATH=src python3 benchmarks/scripts/decode_candidates.py --out FOLDER [--only B1,paged] [--rounds 5] \
         [--seconds 90]

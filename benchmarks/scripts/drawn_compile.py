@@ -40,7 +40,7 @@ def needed(problem: AttentionProblem, direction: Direction, candidates: bool) ->
 
 
 def compile_all(problems: Iterable[tuple[AttentionProblem, Direction]], candidates: bool) -> int:
-    """Compile what problems need, many at a time; how many kernels there are. One that fails is told later."""
+    """Compile what problems need, many at a time; how many kernels there are. One that fails is reported later."""
     jobs: dict[KernelSource, str] = {}
     for problem, direction in problems:
         jobs |= dict.fromkeys(needed(problem, direction, candidates), str(problem.arch))

@@ -146,7 +146,7 @@ def test_messages_may_end_in_another_order(clock: SimpleNamespace, monkeypatch: 
 
 def test_a_slot_serves_many_messages(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = _Messages(monkeypatch)
-    for _ in range(2 * watch.SLOTS + 3):
+    for _ in range(2 * watch.FLAGS + 3):
         messages.watch.see()
         messages.end(0)
         clock.now += 1.5

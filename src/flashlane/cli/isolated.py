@@ -53,7 +53,7 @@ class Isolated:
         problems: list[AttentionProblem],
         otherwise: Callable[[list[AttentionProblem]], tuple[str, ...]] = lambda problems: (),
     ) -> Spec:
-        """What the processes are told.
+        """What the worker processes are given.
 
         Args:
             where: the device.

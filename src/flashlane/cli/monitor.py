@@ -170,7 +170,7 @@ def _run(watch: Watch, command: Sequence[str], interval: float, seconds: float |
         else:
             _plain(watch, wait, over, None if child is not None else console)
     except KeyboardInterrupt:
-        if child is not None:  # the terminal told it too
+        if child is not None:  # which got the signal from the terminal, too
             return child.wait() or o.INTERRUPTED
         return o.INTERRUPTED
     return _ended(child)

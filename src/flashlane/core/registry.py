@@ -221,7 +221,7 @@ class DeviceSource(NamedTuple):
     source: KernelSource
     resources: Resources
     regions: dict[str, int] | None = None
-    """Bytes of its dynamic shared memory by what lies there; None where nobody tells them apart."""
+    """Bytes of its dynamic shared memory by what lies there; None where they are not known apart."""
     spills_allowed: int = 0
     """Bytes, stores and loads, that it is known to spill: ``flashlane compile`` accepts no more."""
 

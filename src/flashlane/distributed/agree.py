@@ -25,7 +25,7 @@ from flashlane.distributed.watch import timeout_of
 
 Fields = tuple[tuple[str, object], ...]
 """Names and values of arguments, in types that JSON can express."""
-_ERROR, _TOLD = "error", "told"
+_ERROR, _VALUE = "error", "gathered value"
 
 
 @dataclass
@@ -33,7 +33,7 @@ class _Agreements:
     """The calls on which the ranks of a group have agreed."""
 
     calls: dict[Fields, list[Any]] = field(default_factory=dict)
-    """What each rank told the others at each of them."""
+    """The value that each rank gave at each of them."""
     comparisons: int = 0
     """The number of comparisons so far, which is the same on all ranks."""
 
@@ -42,7 +42,7 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, _Agreements] = weakref
 
 
 def agree(
-    ranks: Ranks, fields: Fields, device: torch.device, error: Exception | None = None, told: object = None
+    ranks: Ranks, fields: Fields, device: torch.device, error: Exception | None = None, value: object = None
 ) -> list[Any]:
     """Return when all ranks make the same call; they compare their arguments when this rank makes it first.
 
@@ -51,10 +51,10 @@ def agree(
         fields: the arguments that must be equal on all ranks.
         device: the device of the tensors; the timeout is that of its backend.
         error: why this rank cannot make the call. It is raised here, and the other ranks raise an error with its text.
-        told: what this rank tells the others, which need not be equal; of a type that JSON can express.
+        value: what the others get from this rank, which need not be equal; of a type that JSON can express.
 
     Returns:
-        What each rank told when the call was compared, as JSON holds it.
+        The value that each rank gave when the call was compared, as JSON holds it.
 
     Raises:
         ValueError: the ranks do not agree, or one of them has an error; the message names rank and argument.
@@ -68,7 +68,7 @@ def agree(
     store = distributed_c10d._get_process_group_store(ranks.group)
     number, record.comparisons = record.comparisons, record.comparisons + 1
     keys = [f"flashlane/{number}/{rank}" for rank in range(ranks.size)]
-    message = {_ERROR: f"{type(error).__name__}: {error}"} if error else {**dict(fields), _TOLD: told}
+    message = {_ERROR: f"{type(error).__name__}: {error}"} if error else {**dict(fields), _VALUE: value}
     store.set(keys[own], json.dumps(message))
     if error is not None:
         raise error
@@ -89,21 +89,21 @@ def agree(
     if not record.calls and device.type == "cuda":
         # The first batch of messages of a group creates its communicator, in which all ranks must take part.
         dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
-    record.calls[fields] = [others[ranks.in_group(rank)][_TOLD] for rank in range(ranks.size)]
+    record.calls[fields] = [others[ranks.in_group(rank)][_VALUE] for rank in range(ranks.size)]
     return record.calls[fields]
 
 
 def agree_on_grid(
-    groups: Iterable[Ranks], fields: Fields, device: torch.device, error: Exception | None = None, told: object = None
+    groups: Iterable[Ranks], fields: Fields, device: torch.device, error: Exception | None = None, value: object = None
 ) -> list[list[Any]]:
-    """:func:`agree` in each group of a grid. A rank that has an error, or hears of one, tells it in all of them.
+    """:func:`agree` in each group of a grid. A rank that has an error, or receives one, sends it in all of them.
 
     Otherwise the ranks of another group would wait for this one, and count other comparisons than it does.
     """
     found = []
     for ranks in groups:
         try:
-            found.append(agree(ranks, fields, device, error, told))
+            found.append(agree(ranks, fields, device, error, value))
         except (TypeError, ValueError, NotImplementedError) as failed:
             error = error or failed
     if error is not None:
@@ -119,11 +119,11 @@ def raise_on_all(grid: Grid, error: Exception) -> NoReturn:
 
 
 def _compare(ranks: Ranks, mine: dict[str, object], others: list[dict[str, object]]) -> None:
-    failed = [f"rank {rank}: {said[_ERROR]}" for rank, said in enumerate(others) if _ERROR in said]
+    failed = [f"rank {rank}: {other[_ERROR]}" for rank, other in enumerate(others) if _ERROR in other]
     if failed:
         raise ValueError("the call cannot be made on " + "; ".join(failed))
     for name, value in mine.items():
-        found = [said.get(name) for said in others]
+        found = [other.get(name) for other in others]
         if any(other != value for other in found):
             each = ", ".join(f"{other!r} on rank {rank}" for rank, other in enumerate(found))
             raise ValueError(f"{name} is {each}; it must be the same on all {ranks.size} ranks")

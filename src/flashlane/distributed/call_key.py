@@ -29,7 +29,7 @@ class Where(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Arguments that may only have one value, as they were given. All ranks are told of another one, as of all that is
+    """Arguments that may only have one value, as they were given. All ranks raise for another one, as for all that is
     wrong on a rank, so that none waits for it."""
 
     dropout_p: Any

@@ -316,12 +316,12 @@ def _checked(
     except (TypeError, ValueError, NotImplementedError) as found:
         error = found
     try:
-        told = agree_on_grid(grid.groups, fields, device, error, place_of(device))
+        gathered = agree_on_grid(grid.groups, fields, device, error, place_of(device))
     except ValueError as found:
         if seqlen is None and str(found).startswith("seqlen is "):
             raise ValueError(f"{found}. It was not given, and is then the rows of q times the ranks") from None
         raise
-    places = [Place(*each) for each in told[0]]
+    places = [Place(*each) for each in gathered[0]]
     return _Call(grid, *call, inputs, options, any(t is not None for t in modifiers), label_of(fields), places)
 
 
@@ -354,8 +354,8 @@ def explain_transport(group: Group = None, device: torch.device | str | None = N
         raise ValueError(f"device is {device!r}; it must be a torch.device, the name of one or None") from None
     ranks = Grid.of(group).keys
     check_backend(ranks.group, "device", device)
-    told = agree(ranks, (("explain_transport", device.type),), device, told=place_of(device))
-    reason = why_not_copies([Place(*each) for each in told])
+    gathered = agree(ranks, (("explain_transport", device.type),), device, value=place_of(device))
+    reason = why_not_copies([Place(*each) for each in gathered])
     if reason is not None:
         return "messages", reason
     return "copies", "all ranks are on one host, and their GPUs reach each other's memory"

@@ -130,7 +130,7 @@ def unshard_sequence(
         _check_axis(x, dim)
     except (TypeError, ValueError) as found:
         if not dist.is_available() or not dist.is_initialized():
-            raise  # there is nobody to tell
+            raise  # no other rank waits for this one
         error = found
     grid = Grid.of(group)
     try:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from flashlane.jit import launch
 
-SLOTS = 1024
-"""Exchanges of messages whose ends are told apart; a later one in the same slot ends after the one before it."""
+FLAGS = 1024
+"""Exchanges of messages with a flag of their own; a later one with the same flag ends after the one before it."""
 
 
 class Watch:
@@ -37,7 +37,7 @@ class Watch:
     Args:
         timeout: seconds.
         has_ended: whether the exchange of a number has ended, from what the GPU wrote.
-        lost: the rank that did not answer, where the GPU told it.
+        lost: the rank that did not answer, where the GPU wrote it to host memory.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class MessageWatch:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.device, self.count, self.lock = device, 0, threading.Lock()
-        self.ended = torch.zeros(SLOTS, dtype=torch.int32, device="cpu").pin_memory()
+        self.ended = torch.zeros(FLAGS, dtype=torch.int32, device="cpu").pin_memory()
         ended = self.ended.numpy()
-        self._watch = Watch(timeout_of(group, device), lambda number: bool(ended[number % SLOTS] >= number))
+        self._watch = Watch(timeout_of(group, device), lambda number: bool(ended[number % FLAGS] >= number))
 
     def see(self) -> None:
         """Start the timeout of messages for which the current stream waits."""
         with self.lock:  # a backward runs in a thread of its own
             self.count += 1
             number = self.count
-        address = self.ended.data_ptr() + number % SLOTS * self.ended.itemsize
+        address = self.ended.data_ptr() + number % FLAGS * self.ended.itemsize
         launch.make_current()
         code = stream_write()(launch.stream_getter()(self.device.index), address, number, 0)
         if code:

@@ -209,7 +209,7 @@ def report_shipped(
 ) -> list[Usage]:
     """Every configuration that a heuristic can choose, on each architecture it can be chosen on (and in ``archs``).
 
-    ``counted`` is told how many there are before the first is compiled, ``progress`` the tag of each that is compiled.
+    ``counted`` is called with their number before the first is compiled, ``progress`` with the tag of each.
     """
     with tuned.heuristics_only():
         jobs = [

@@ -239,7 +239,7 @@ def run_group(group: Group, settings: Settings, device: torch.device) -> list[Ro
     timed = [item for item in group.items if rows[item.tag].ok]
     try:
         timings = measure(timed, clock_for(device, settings), settings)
-    except Exception as error:  # the device is unusable; what was found out so far is still told
+    except Exception as error:  # the device is unusable; the results of the checks are still returned
         timings = [error] * len(timed)
     for item, timing in zip(timed, timings):
         _fill(rows[item.tag], timing, item.flops or group.flops, group.bytes)
