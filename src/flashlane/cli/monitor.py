@@ -156,7 +156,7 @@ def _run(watch: Watch, command: Sequence[str], interval: float, seconds: float |
         return left() <= 0 or (child is not None and child.poll() is not None)
 
     def wait() -> None:
-        """Until the next look, or the end of the command or of ``--seconds`` where that is earlier."""
+        """Sleep until the next look, or the end of the command or of ``--seconds`` where that is earlier."""
         pause = min(interval, max(0.0, left()))
         if child is None:
             time.sleep(pause)

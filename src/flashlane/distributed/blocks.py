@@ -35,7 +35,7 @@ class Block:
 
     @property
     def shift(self) -> int:
-        """In positions, query i of the block has that of its key ``i + shift``; for a step of 1."""
+        """Query i of the block has the position of its key ``i + shift``; for a step of 1."""
         return self.k_stop - self.k_first - (self.q_stop - self.q_first) + self.offset
 
     @property

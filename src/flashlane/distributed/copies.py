@@ -27,7 +27,7 @@ class Shapes:
 
 
 def bytes_of_row(t: torch.Tensor) -> int:
-    """Of a contiguous tensor ``(1, rows, …)``."""
+    """The bytes of a row of a contiguous tensor ``(1, rows, heads, head_dim)``."""
     return t.shape[2] * t.shape[3] * t.element_size()
 
 

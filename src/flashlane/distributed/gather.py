@@ -260,8 +260,8 @@ class Returning:
         return memo[key]
 
     def _chunks_of_sums(self, first: int, stop: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """Of each chunk of rows from ``first`` on and before ``stop`` its first row, their number, and for each rank
-        that has gradients of them where they begin in its part."""
+        """The chunks of rows from ``first`` on and before ``stop``: the first row, the number of rows, and each rank
+        that has gradients of them with where they begin in its part."""
         key = Returning, self.own_first, first, stop
         memo = self.task.memo
         if key not in memo:

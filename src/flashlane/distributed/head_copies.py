@@ -67,7 +67,7 @@ class HeadTask:
 
     @property
     def tokens(self) -> int:
-        """Of the whole call."""
+        """The tokens of the whole call."""
         return sum(self.division.lengths)
 
     @property

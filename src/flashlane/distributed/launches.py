@@ -81,7 +81,7 @@ class Launch:
 
     @property
     def problem(self) -> AttentionProblem:
-        """Of the block."""
+        """The problem of the block."""
         return self._problem
 
     @property

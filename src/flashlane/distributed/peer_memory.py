@@ -50,7 +50,7 @@ def flag_of(group: int, sender: int) -> int:
 
 
 def label_place(number: int, sender: int) -> int:
-    """Where among the flags a sender puts the label of an exchange; a rank is at most one exchange ahead."""
+    """The flag that a sender writes the label of an exchange to; a rank is at most one exchange ahead."""
     return DONE + MOST_RANKS * (1 + number % 2) + sender
 
 

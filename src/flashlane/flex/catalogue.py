@@ -167,7 +167,7 @@ def _neighbourhood(axes: int) -> Callable[[Parameters], Mask]:
 
 
 def _grid(tokens: int, axes: int) -> tuple[int, ...]:
-    """As many factors of ``tokens`` as there are axes, of about equal size."""
+    """Factors of ``tokens``, one for each axis, of about equal size."""
     found: list[int] = []
     for left in range(axes, 1, -1):
         side = max(n for n in range(1, int(tokens ** (1 / left) + 1e-9) + 1) if tokens % n == 0)

@@ -214,7 +214,7 @@ class Driver:
         return self._get("cuStreamCreate", _Handle, NON_BLOCKING)
 
     def cuStreamBeginCapture(self, stream: int) -> tuple[int]:
-        """In relaxed mode."""
+        """Begin a capture in relaxed mode."""
         return (self._call("cuStreamBeginCapture_v2", stream, RELAXED),)
 
     def cuStreamEndCapture(self, stream: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ def makespan(costs: Sequence[float], sections: Sequence[int], workers: int, simu
 
 
 def ends_of(costs: Sequence[float], sections: Sequence[int], workers: int, simulated: int = SIMULATED) -> list[float]:
-    """When each worker is done with its last tile, in the unit of the costs, in any order; empty without tiles.
+    """The times at which workers end their last tiles, in the unit of the costs, in any order; empty without tiles.
 
     Each worker takes the next tile when it is done with one. The tiles come section by section; inside a section the
     tiles of one cost follow each other, one a head.

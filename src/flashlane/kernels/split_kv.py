@@ -109,7 +109,7 @@ class Work(NamedTuple):
         return time + PASS_TIME * (self._passes(splits) - 1)
 
     def _passes(self, splits: int) -> int:
-        """In how many passes a CTA combines its sums: four of each split, and all statistics, fit its shared memory."""
+        """Passes in which a CTA combines its sums: four of each split, and all statistics, fit its shared memory."""
         if not self.scratch:
             return 1
         at_once = max(1, (self.scratch - 8 * self.rows * splits) // (16 * splits))

@@ -91,7 +91,7 @@ def extra_logit(sequences: SequenceBatch, inputs: Inputs, like: torch.Tensor) ->
 def zero_gradients(
     inputs: Inputs, dtype: torch.dtype, bias_grad: bool, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> Gradients:
-    """Where gradients are summed: of q, and of k and v, in ``dtypes``, of modifiers in ``dtype``."""
+    """Zeros to which gradients are added: of q, and of k and v, in ``dtypes``, of modifiers in ``dtype``."""
     tensors = {name: getattr(inputs, name) for name in Gradients._fields if name in MODIFIERS}
     if not bias_grad:
         tensors["bias"] = None

@@ -65,7 +65,7 @@ class Case:
 
 
 def describe_inputs(cases: Iterable[Case], pattern: Pattern) -> str:
-    """Where the tensors of the cases come from, in a phrase, for results files."""
+    """A phrase for results files that says where the tensors of the cases come from."""
     given = {case.inputs is not None for case in cases}
     words = ([pattern.describe()] if given != {True} else []) + (["saved tensors"] if True in given else [])
     return " or ".join(words)

@@ -114,7 +114,7 @@ def _longest(lengths: torch.Tensor) -> int:
 
 
 def _put(values: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
-    """So many rows, of zeros but at checked indices."""
+    """A tensor of so many rows: ``values`` at the indices, which were checked, and zeros elsewhere."""
     return values.new_zeros((rows, *values.shape[1:])).index_copy(0, indices.long(), values)
 
 

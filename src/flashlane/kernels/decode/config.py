@@ -108,7 +108,7 @@ class DecodeConfig:
 
     @property
     def _own_scratch(self) -> bool:
-        """With stream-K: whether the scratch memory does not fit that of a step's keys."""
+        """Whether the scratch memory of stream-K does not fit in the stages of a step's keys."""
         return self.stream_k and self._least_scratch > self.warp_groups * self.stage_bytes
 
     @property

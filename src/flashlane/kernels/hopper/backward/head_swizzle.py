@@ -159,7 +159,7 @@ def unlike(problem: AttentionProblem) -> float:
 
 
 def _most_of(ratio: float) -> float:
-    """From 0, for ratios up to 0, to 1, of which a ratio of 1 reaches two thirds."""
+    """A share that is 0 for ratios up to 0, about two thirds at a ratio of 1, and nears 1."""
     return 1 - math.exp(-max(0.0, ratio))
 
 

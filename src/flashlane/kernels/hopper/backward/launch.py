@@ -314,7 +314,7 @@ class PreparedBackward:
         return tuple(make(*where, dtype) for where, dtype in zip(self.gradients, dtypes, strict=True))
 
     def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Of dQ, and of dK and dV, of operands of a dtype."""
+        """The dtype of dQ, and that of dK and dV, for operands of a dtype."""
         of_q, of_keys = (torch.float32 if wide else dtype for wide in (self.config.f32_dq, self.config.f32_dkdv))
         return of_q, of_keys
 

@@ -201,5 +201,5 @@ class RunningBackward:
 
 
 def _address(t: torch.Tensor, row: int) -> int:
-    """Of a row of ``(b, rows, …)``."""
+    """The address of a row of ``(b, rows, …)``."""
     return t.data_ptr() + row * t.stride(1) * t.element_size()

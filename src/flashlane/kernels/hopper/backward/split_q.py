@@ -222,7 +222,7 @@ def last_tiles(steps: Sequence[int], sections: Sequence[int], count: int) -> lis
 
 
 def _ends_after(order: Sequence[int], to_split: int, splits: int, workers: int, start: float, spread: bool) -> float:
-    """When the last of these tiles is done, of which the last ones are split.
+    """The time at which the last of these tiles ends, of which the last ones are split.
 
     Args:
         order: steps of the tiles.

@@ -185,7 +185,7 @@ class OneCtaConfig(GradientConfig):
 
     @property
     def mixed_dq(self) -> bool:  # type: ignore[override]
-        """Of 64 queries a step, dQ of the columns from 64 on has fewer products than its transpose.
+        """Whether dQ of the columns from 64 on is no transpose: of 64 queries a step it has fewer products then.
 
         It pays with ping-pong scheduling of the consumers, and nowhere else (notebook 0024).
         """
@@ -253,7 +253,7 @@ class OneCtaConfig(GradientConfig):
         )
 
     def for_sums(self, f32_dq: bool) -> OneCtaConfig:
-        """As that of all designs; a dQ in f32 is not written by idle warps, which would spill more registers."""
+        """The same as of all designs; a dQ in f32 is not written by idle warps, which would spill more registers."""
         ping_pong: PingPong = "off" if self.peeled and self.has_right else self.ping_pong  # as without a peeled step
         postprocess: Postprocess = "own_launch" if f32_dq else self.postprocess
         tile = replace(
