@@ -45,7 +45,7 @@ Build = Callable[[], tuple[Any, Any]]
 
 
 class NoGenerator:
-    """In the place of torch's generator, which draws no fake tensors."""
+    """Takes the place of torch's generator, which draws no fake tensors."""
 
     def __init__(self, device: Any = None) -> None:
         self.device = device

@@ -358,7 +358,7 @@ TIMED = {"8k": 16384, "4k": 8192}
 
 
 def microseconds(calls: dict[str, Callable[[], None]], rounds: int = 7, count: int = 20) -> dict[str, float]:
-    """Of each call: medians over rounds in which each is timed in turn."""
+    """The times of calls: medians over rounds in which each is timed in turn."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     clock = SteadyClock()
     for _ in range(rounds + 1):

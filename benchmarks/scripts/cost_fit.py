@@ -28,7 +28,7 @@ R = TypeVar("R", bound=Row)
 
 
 def by_problem(rows: Sequence[R], errors: np.ndarray) -> list[list[tuple[float, R]]]:
-    """Of each problem its candidates, each with the logarithm of predicted over measured time.
+    """The candidates of each problem, each with the logarithm of predicted over measured time.
 
     That is infinite for a candidate that the model does not compare; it may still have been the fastest.
     """
@@ -49,7 +49,7 @@ def set_offsets(rows: Sequence[Row], errors: np.ndarray) -> None:
 
 
 def regrets(rows: Sequence[R], errors: np.ndarray) -> list[tuple[float, R, R]]:
-    """Of each problem: the chosen time over the best, the chosen row and the best one; the worst first.
+    """For each problem the chosen time over the best, the chosen row and the best one; the worst first.
 
     Where nothing is compared, the first candidate is chosen, which is the table's.
     """

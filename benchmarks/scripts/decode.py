@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def cache_bytes(self) -> int:
-        """Of all rows that there is room for."""
+        """The bytes of all rows that the cache has room for."""
         return self.batch * self.keys * ROW_BYTES
 
     @property

@@ -177,7 +177,7 @@ def _dense(results: Path) -> tuple[str, dict[str, list[Result]]]:
 
 
 def behind_sentence(results: Path) -> str:
-    """In how many dense problems the fastest peer is ahead."""
+    """A sentence that says in how many dense problems the fastest peer is ahead."""
     parts = []
     main, dense = _dense(results)
     for direction, rows in dense.items():

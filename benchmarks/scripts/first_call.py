@@ -71,7 +71,7 @@ PEERS = {
 
 
 def child(case: Case, without_gpu: bool, ptx: Path | None) -> dict[str, Any]:
-    """In a fresh process: the times of its first calls, ms, and what they imported. ``ptx`` gets their kernels' PTX."""
+    """The times of a fresh process's first calls, ms, and what they imported. ``ptx`` gets their kernels' PTX."""
     row: dict[str, Any] = {}
     last = time.perf_counter()
 

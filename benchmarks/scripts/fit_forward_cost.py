@@ -90,12 +90,12 @@ class Row:
 
     @property
     def title(self) -> str:
-        """Of the problem."""
+        """The title of the problem."""
         return self.problem.describe()[:60]
 
     @property
     def words(self) -> str:
-        """Of the configuration."""
+        """The words of the configuration."""
         return self.config.describe()
 
     def time(self, values: np.ndarray, traffic: cost.Traffic) -> float:

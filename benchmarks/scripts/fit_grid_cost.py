@@ -133,7 +133,7 @@ Launches = Callable[[list[int]], tuple[Part, ...]]
 
 
 def mma_parts(problem: AttentionProblem, shape: Shape) -> dict[str, Launches]:
-    """Of each candidate's words, its launch."""
+    """The launch of each candidate, by its words."""
     parts = {}
     for tag, variant in mma_cost.COMPARED.items():
         for config, tile in mma_cost.shapes_of(variant, problem).items():
@@ -273,7 +273,7 @@ def fit(rows: list[Timed], rounds: int, shared: dict[str, float] | None = None) 
 
 
 def errors_of(rows: list[Timed], model: Model) -> np.ndarray:
-    """Of each candidate the logarithm of predicted over measured time; infinite where its shapes are not known."""
+    """The logarithm of predicted over measured time of each candidate; infinite where its shapes are not known."""
     known = [all(part.name in model.values for part in row.parts) for row in rows]
     return np.array([model.error(row) if able else math.inf for row, able in zip(rows, known, strict=True)])
 
@@ -321,7 +321,7 @@ def held_out(rows: list[Timed], folds: int, rounds: int, shared: dict[str, float
 
 
 def shapes_of(rows: list[Timed], model: Model) -> dict[str, list[float]]:
-    """Of shapes that were near once: microseconds, the fixed part, CTAs of an SM, and for mma registers of a thread."""
+    """Shapes that were near once: microseconds, the fixed part, CTAs of an SM, and for mma registers of a thread."""
     best: dict[tuple[int, str], float] = collections.defaultdict(lambda: math.inf)
     for row in rows:
         best[row.number, row.kernel] = min(best[row.number, row.kernel], row.microseconds)

@@ -155,7 +155,7 @@ LIST_MICROSECONDS = 50.0
 
 
 def device_microseconds(build: Callable[[], Any]) -> float:
-    """Of the builder's kernels, by replays of a graph that has them."""
+    """The time of the builder's kernels, by replays of a graph that has them."""
     build()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

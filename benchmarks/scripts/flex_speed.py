@@ -171,7 +171,7 @@ def _by_hand(table: torch.Tensor, size: int, device: torch.device) -> BlockMask:
 
 @dataclass
 class Operands:
-    """Of one cell: q, k and v as torch's function takes them, ``(b, h, s, d)`` over ``(b, s, h, d)`` memory."""
+    """The q, k and v of one cell as torch's function takes them, ``(b, h, s, d)`` over ``(b, s, h, d)`` memory."""
 
     q: torch.Tensor
     k: torch.Tensor

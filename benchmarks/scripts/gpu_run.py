@@ -239,7 +239,7 @@ def rates(samples: Mapping[str, Sequence[float]], work: float) -> dict[str, dict
 
 
 def figures(results: Results | None, names: Mapping[str, str]) -> dict[str, dict[str, object]]:
-    """Of each implementation, by its name: ms, TFLOP/s, spread, the ms of further protocols, and why it has none."""
+    """Each implementation's ms, TFLOP/s, spread, the ms of further protocols, and why it has none, by its name."""
     fields: dict[str, dict[str, object]] = {"ms": {}, "tflops": {}, "spread": {}, "protocols": {}, "absent": {}}
     for row in results or ():
         name = names.get(row.tag, row.tag)

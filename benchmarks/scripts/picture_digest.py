@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def digest(data: object) -> str:
-    """Of what a picture shows."""
+    """The digest of what a picture shows."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

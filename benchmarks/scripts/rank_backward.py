@@ -76,7 +76,7 @@ PLAIN = Kind()
 
 
 def divisions(name: str) -> Iterator[tuple[Division, int, tuple[int, ...]]]:
-    """Of a problem: one GPU's call of everything, then for some ranks all KV heads at once and in groups."""
+    """The calls of a problem: one GPU's call of everything, then for some ranks all KV heads at once and in groups."""
     tokens, ranks = PROBLEMS[name]
     yield Division("contiguous", (tokens * ranks,), 1, -1, 0), 0, (0, KV_HEADS)
     for rank, bounds in itertools.product((0, 1) if ranks == 2 else (0, ranks - 1), (ALL, GROUPS)):

@@ -146,7 +146,7 @@ class Problem:
         return {"out": out.detach(), "q": q.grad, "k": k.grad, "v": v.grad}
 
     def differences(self, results: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Of all ranks' results, by their names."""
+        """The differences of all ranks' results, by their names."""
         worst = {}
         for name, right in self.expected().items():
             whole = torch.full_like(right, torch.nan)

@@ -156,7 +156,7 @@ def host_microseconds(call: Callable[[], object], device: torch.device) -> float
 
 
 def time_and_bounds(one: Candidate, times: list[float]) -> list[Any]:
-    """Of a candidate: words, heads of a section, median and least milliseconds, and CTAs of an SM where known."""
+    """A candidate's words, heads of a section, median and least milliseconds, and CTAs of an SM where known."""
     resident = list(one.resident())
     return [one.words, one.section, statistics.median(times), min(times), *([resident] if resident else [])]
 

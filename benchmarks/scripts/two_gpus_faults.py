@@ -113,7 +113,7 @@ def tried(backend: str, write: Callable[[list[dict[str, Any]], dict[str, Any]], 
 
 
 def threads_of(process: int) -> list[str]:
-    """Of each thread of a process its name, its state and the kernel's function in which it waits."""
+    """The name and state of each thread of a process, and the function of the system's kernel in which it waits."""
     found = []
     for task in sorted(Path(f"/proc/{process}/task").iterdir()):
         with contextlib.suppress(OSError):

@@ -194,7 +194,7 @@ class Cluster:
             tile += 1
 
     def arrive(self, which: str, stage: int) -> None:
-        """In both CTAs."""
+        """Arrive at a barrier in both CTAs."""
         for cta in self.ctas:
             getattr(cta, which)[stage].arrive()
 

@@ -79,7 +79,7 @@ class Case:
 
     @property
     def axis(self) -> int:
-        """Of the tokens."""
+        """The axis of the tokens."""
         return 0 if self.varlen else 1
 
     @property
@@ -241,7 +241,7 @@ def sums_on_rank(case: Case, size: int) -> list[int]:
 
 
 def shares_on_rank(case: Case, size: int) -> list[bool]:
-    """Of each launch of a share's backward whether it had two ranges of queries."""
+    """Whether each launch of a share's backward had two ranges of queries."""
     share_reference.used.clear()
     on_rank(case, size)
     return list(share_reference.used)

@@ -52,7 +52,7 @@ def as_lists(
 
 
 class Kernels:
-    """In the place of the module of the Hopper kernels: the reference, and a note of what was called. Tensors are
+    """Takes the place of the module of the Hopper kernels: the reference, and a note of what was called. Tensors are
     ``(b, s, h, d)``."""
 
     def __init__(self, reason: str | None) -> None:

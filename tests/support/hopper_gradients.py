@@ -167,7 +167,7 @@ def draw(variant: Variant, number: int) -> Drawn:
 def drawn_problems(
     variant: Variant, count: int = DRAWS, drawing: Callable[[Variant, int], Drawn] = draw
 ) -> Iterator[tuple[int, Drawn, AttentionProblem, Inputs]]:
-    """Of the first drawn problems of a variant those that are taken, with their numbers."""
+    """Those of the first drawn problems of a variant that are taken, with their numbers."""
     for number in range(count):
         item = drawing(variant, number)
         problem, inputs = item.build(variant.dtype, HERE)

@@ -284,7 +284,7 @@ class ConsumerWarp:
         self.issue(self.rows("do"), self.keys("v"), self.rows("q"))
 
     def gemm_dq(self, tile: int) -> Role:
-        """Of both consumers' dS, and K of the tile of so many full tiles before."""
+        """The product of both consumers' dS and K of the tile of so many full tiles before."""
         cta, stage = self.cta, self.dq_slices() % 2
         yield wait(cta.ds_full, self.dq_slices())
         halves = [(part, cta.ds_of(self.of_dq, number)) for number in NUMBERS for part in cta.ds[stage][number]]
@@ -380,7 +380,7 @@ class ConsumerWarp:
             yield from self.last_dq()
 
     def make_steps(self, steps: int) -> Role:
-        """And ``hidden_steps``, which has other steps in the same order."""
+        """The steps of a tile, or those of ``hidden_steps``, in the same order."""
         first, step = (self.first_hidden_step, self.hidden_step) if self.keyless else (self.first_step, self.step)
         if self.variant.peeled:
             self.label = self.tiles, 0

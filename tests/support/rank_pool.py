@@ -25,7 +25,7 @@ _groups: dict[int, Any] = {}
 
 
 def first_ranks(size: int) -> Any:
-    """In a process of a pool: the group of its first ranks."""
+    """The group of the first ranks of a pool, in one of its processes."""
     return _groups[size]
 
 
@@ -56,7 +56,7 @@ class RankFailed(AssertionError):
 
 
 class RankPool:
-    """So many processes, which run the same function at once."""
+    """A number of processes, which run the same function at once."""
 
     def __init__(self, size: int, folder: Path) -> None:
         self.size = size

@@ -28,7 +28,7 @@ from flashlane.distributed.streams import COPY_STREAM
 
 @dataclass
 class Access:
-    """Of bytes ``first`` to ``stop`` of a rank's memory."""
+    """An access to bytes ``first`` to ``stop`` of a rank's memory."""
 
     owner: int
     first: int
@@ -108,7 +108,7 @@ class Recorder:
         return uncovered
 
     def _before(self, after: list[list[int]]) -> list[int]:
-        """Of each node, the nodes that come before it, as bits."""
+        """The nodes that come before each node, as bits."""
         before, state = [0] * len(after), [0] * len(after)
         for start in range(len(after)):
             stack = [start]
