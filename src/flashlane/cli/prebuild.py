@@ -15,6 +15,7 @@ from flashlane.cli.groups import spread
 
 if TYPE_CHECKING:
     from flashlane.core.problem import AttentionProblem
+    from flashlane.jit import KernelSource
 
 
 @spread
@@ -61,7 +62,6 @@ def prebuild_command(
 
     from rich.progress import Progress
 
-    from flashlane.bench.measure.grid import parse_dtypes
     from flashlane.bench.measure.results import check_writable
     from flashlane.bench.present.table import make_console
     from flashlane.inspect import prebuild
@@ -78,27 +78,8 @@ def prebuild_command(
     if out is not None and not ptx:
         os.environ[cache.DIRECTORY_VARIABLE] = str(out)
     check_writable(cache.directory(), "the cache folder")
-    problems: list[AttentionProblem] = []
-    for name in archs:
-        if model is not None:
-            config = prebuild.read_config(model)
-            kinds = parse_dtypes(sizes.dtype) if sizes.dtype else (None,)
-            for kind in kinds:
-                problems += prebuild.problems_of_model(
-                    config, name, dtype=kind, causal=sizes.causal is not False, backward=backward
-                )
-            continue
-        for grid in sizes.grids():
-            found = grid.problems(name, s.shapes_of(on_gpu=True, quick=False)[:1])
-            problems += found + [replace(problem, needs_grad=True) for problem in found if backward]
-    jobs, without = [], 0
-    for problem in dict.fromkeys(problems):
-        sources = prebuild.sources_of(problem)
-        jobs += [(source, str(problem.arch)) for source in sources]
-        without += not sources
-        if lists:
-            jobs += [(source, str(problem.arch)) for source in prebuild.sources_of_lists(problem)]
-    jobs = list(dict.fromkeys(jobs))
+    problems = _problems(sizes, model, archs, backward)
+    jobs, without = _jobs(problems, lists)
     console = make_console()
     with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task("compiling", total=len(jobs))
@@ -115,7 +96,7 @@ def prebuild_command(
         console.print(text, highlight=False, markup=False, soft_wrap=True)
         _end(wrong, lost, str(out), "")
         return
-    counted = f"{o.counted(len(built.compiled), 'kernel')} of {o.counted(len(dict.fromkeys(problems)), 'problem')}"
+    counted = f"{o.counted(len(built.compiled), 'kernel')} of {o.counted(len(problems), 'problem')}"
     console.print(
         f"{counted} for {', '.join(archs)}: "
         f"{built.fresh} compiled, {len(built.compiled) - built.fresh} there before, {built.bytes / 1e6:.1f} MB",
@@ -134,6 +115,40 @@ def _end(wrong: list[str], lost: int, folder: str, limit: str) -> None:
         say(f"[bold red]error:[/] {o.counted(lost, 'kernel')} {are} not in {escaped(folder)}: it has no room{limit}")
     if lost or wrong:
         raise typer.Exit(o.NOT_WRITTEN if lost else 1)
+
+
+def _problems(sizes: s.Sizes, model: Path | None, archs: list[str], backward: bool) -> list[AttentionProblem]:
+    """The problems of the model, or of the sizes, on each architecture."""
+    from flashlane.bench.measure.grid import parse_dtypes
+    from flashlane.inspect import prebuild
+
+    problems: list[AttentionProblem] = []
+    for arch in archs:
+        if model is not None:
+            config = prebuild.read_config(model)
+            for dtype in parse_dtypes(sizes.dtype) if sizes.dtype else (None,):
+                problems += prebuild.problems_of_model(
+                    config, arch, dtype=dtype, causal=sizes.causal is not False, backward=backward
+                )
+            continue
+        for grid in sizes.grids():
+            found = grid.problems(arch, s.shapes_of(on_gpu=True, quick=False)[:1])
+            problems += found + [replace(problem, needs_grad=True) for problem in found if backward]
+    return list(dict.fromkeys(problems))
+
+
+def _jobs(problems: list[AttentionProblem], lists: bool) -> tuple[list[tuple[KernelSource, str]], int]:
+    """The kernels to compile, each with its architecture, and the number of problems that have none."""
+    from flashlane.inspect import prebuild
+
+    jobs, without = [], 0
+    for problem in problems:
+        sources = prebuild.sources_of(problem)
+        jobs += [(source, str(problem.arch)) for source in sources]
+        without += not sources
+        if lists:
+            jobs += [(source, str(problem.arch)) for source in prebuild.sources_of_lists(problem)]
+    return list(dict.fromkeys(jobs)), without
 
 
 def _present_arch() -> str:
