@@ -26,10 +26,10 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 ENDS_OF_THE_SWIZZLES = [k for k in KERNELS if "swizzle" not in k.tag or "swizzle-qkv" in k.tag]
 
 
-def elsewhere(kernel: DeviceKernel, turn: int) -> tuple[str, ...]:
+def elsewhere(kernel: DeviceKernel, number: int) -> tuple[str, ...]:
     """Architectures besides Hopper that a kernel is compiled for here: every third kernel for one."""
     others = tuple(arch for arch in ARCHITECTURES if arch != "sm_90a")
-    return others if kernel.tag in shapes.FASTEST else others[turn // 3 % len(others) :][: turn % 3 == 0]
+    return others if kernel.tag in shapes.FASTEST else others[number // 3 % len(others) :][: number % 3 == 0]
 
 
 def problem_of(kernel: DeviceKernel, arch: str, head_dim: int, batch: int = 64) -> AttentionProblem:
@@ -67,7 +67,7 @@ def test_compiles(kernel: DeviceKernel) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "arch"),
-    [(k, arch) for k, turn in zip(ENDS_OF_THE_SWIZZLES, itertools.count()) for arch in elsewhere(k, turn)],
+    [(k, arch) for k, number in zip(ENDS_OF_THE_SWIZZLES, itertools.count()) for arch in elsewhere(k, number)],
     ids=lambda x: x if isinstance(x, str) else x.tag,
 )
 def test_compiles_elsewhere(kernel: DeviceKernel, arch: str) -> None:
@@ -85,8 +85,10 @@ def test_compiles_elsewhere(kernel: DeviceKernel, arch: str) -> None:
     ("kernel", "head_dim"),
     [
         (kernel, head_dim)
-        for turn, kernel in enumerate(k for k in KERNELS if k.tag in shapes.FASTEST or "swizzle" not in k.tag)
-        for head_dim in ((32, 64, 256) if kernel.tag in shapes.FASTEST else ((32, 64, 256)[turn // 2 % 3],)[turn % 2 :])
+        for number, kernel in enumerate(k for k in KERNELS if k.tag in shapes.FASTEST or "swizzle" not in k.tag)
+        for head_dim in (
+            (32, 64, 256) if kernel.tag in shapes.FASTEST else ((32, 64, 256)[number // 2 % 3],)[number % 2 :]
+        )
     ],
     ids=lambda x: str(x) if isinstance(x, int) else x.tag,
 )

@@ -15,8 +15,8 @@ def loops(text: str, shortest: bool = False) -> list[list[str]]:
 
     Args:
         text: what the disassembler prints.
-        shortest: only the opcodes of a turn that takes every branch which jumps ahead inside the loop: it masks
-            nothing, and rescales nothing.
+        shortest: only the opcodes of an iteration that takes every branch which jumps ahead inside the loop: it
+            masks nothing, and rescales nothing.
     """
     opcodes: list[str] = []
     labels: dict[str, int] = {}
@@ -32,11 +32,11 @@ def loops(text: str, shortest: bool = False) -> list[list[str]]:
                 spans.append((labels[target[0]], len(opcodes)))
             elif target:
                 branches[len(opcodes) - 1] = target[0]
-    return [[opcodes[i] for i in _turn(a, b, branches, labels, shortest)] for a, b in spans]
+    return [[opcodes[i] for i in _iteration(a, b, branches, labels, shortest)] for a, b in spans]
 
 
-def _turn(first: int, end: int, branches: dict[int, str], labels: dict[str, int], shortest: bool) -> Iterator[int]:
-    """The instructions of one turn of a loop."""
+def _iteration(first: int, end: int, branches: dict[int, str], labels: dict[str, int], shortest: bool) -> Iterator[int]:
+    """The instructions of one iteration of a loop."""
     i = first
     while i < end:
         yield i
@@ -55,8 +55,8 @@ def steady_loops(text: str, shortest: bool = False) -> list[list[str]]:
     A semaphore's release and a first addition to dQ, which others read in the same launch, are no results.
     """
     return [
-        turn
-        for loop, turn in zip(loops(text), loops(text, shortest), strict=True)
+        iteration
+        for loop, iteration in zip(loops(text), loops(text, shortest), strict=True)
         if families(loop)["HGMMA"] and not any(map(_stores, loop))
     ]
 

@@ -1,7 +1,8 @@
 """Expressions: what a score or a mask function computes from one score and its place, operation by operation.
 
-An expression is a graph of scalars. Each has a type of :data:`TYPES`; the operands of an operation have the types that
-:data:`OPERATIONS` asks for, so that every conversion is an operation of its own. Equal expressions are one object.
+An expression is a graph of scalars. Each has a type: bool, or one of :data:`BITS` or :data:`FLOATING`. Arithmetic is
+done in bool, i32, i64, f32 and f64; the others are only loaded or cast to. The operands of an operation have the types
+that :data:`OPERATIONS` asks for, so that every conversion is an operation of its own. Equal expressions are one object.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-TYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
-"""Short names of types. Arithmetic is done in i32, i64, f32, f64 and bool; the others are only loaded or cast to."""
 FLOATING = ("f16", "bf16", "f32", "f64")
 BITS = {"u8": 8, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
 """The bits of each type of integers."""
