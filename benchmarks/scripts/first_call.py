@@ -129,21 +129,33 @@ def child(case: Case, without_gpu: bool, ptx: Path | None) -> dict[str, Any]:
     row["modules"] = len(called)
     row["other_modules"] = sorted({name.split(".")[0] for name in called} - {"flashlane"})
     if case.function == "flashlane":
-        from flashlane.jit import compiler
-
-        kernels = compiler._memo.values()
-        row["kernels"] = {one.source.entry: round(1e3 * one.seconds, 1) for one in kernels}
-        row["cached"] = all(one.cached for one in kernels)
-        row["assembled"] = sorted(one.source.entry for one in kernels if one.assembled)
-        if ptx is not None:
-            from flashlane.inspect import prebuild
-            from flashlane.jit import cache
-
-            jobs = [(one.source, one.arch) for one in kernels]
-            _, wrong = prebuild.store_ptx(jobs, cache.ptx(ptx))
-            if wrong:
-                raise RuntimeError(wrong[0])
+        row |= kernels_of_process(ptx)
     return row
+
+
+def kernels_of_process(ptx: Path | None) -> dict[str, Any]:
+    """What of this process's kernels was compiled, cached or assembled; ``ptx`` gets their PTX.
+
+    Raises:
+        RuntimeError: a kernel has no PTX.
+    """
+    from flashlane.jit import compiler
+
+    kernels = compiler._memo.values()
+    facts = {
+        "kernels": {one.source.entry: round(1e3 * one.seconds, 1) for one in kernels},
+        "cached": all(one.cached for one in kernels),
+        "assembled": sorted(one.source.entry for one in kernels if one.assembled),
+    }
+    if ptx is not None:
+        from flashlane.inspect import prebuild
+        from flashlane.jit import cache
+
+        jobs = [(one.source, one.arch) for one in kernels]
+        _, wrong = prebuild.store_ptx(jobs, cache.ptx(ptx))
+        if wrong:
+            raise RuntimeError(wrong[0])
+    return facts
 
 
 class PeerCall:
