@@ -1,4 +1,4 @@
-"""The check can fail: one wrong element, a NaN, an unwritten row, a wrong LSE; and honest kernels pass it."""
+"""The check can fail: one wrong element, a NaN, an unwritten row, a wrong LSE; and right kernels pass it."""
 
 import math
 import random

@@ -211,7 +211,7 @@ def first_bad(bad: torch.Tensor) -> tuple[int, ...]:
 
 
 def product_error(a: torch.Tensor, b: torch.Tensor, accumulate: str) -> float:
-    """What an honest product that rounds where the kernel does is off by at most, times 2 (f32) or 4 (f16 sums).
+    """What a correct product that rounds where the kernel does is off by at most, times 2 (f32) or 4 (f16 sums).
 
     f16 sums are rounded here after every 16 products; the hardware may round more often within them.
     """
