@@ -20,6 +20,7 @@ FORBIDDEN = {
     r"adders?": "dQ-store warp",
     r"feeders?|fillers?": "producer warp",
     r"crews?": "warps",
+    r"slabs?": "dq_accum, or a tile's rows of it",
     r"patience": "spin limit",
     r"(?<!tflops_)(?<!--)(?<!bench )foundings?": "baseline grid",
     r"rungs?": "design, step",
