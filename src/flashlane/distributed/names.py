@@ -160,7 +160,7 @@ def llama3_flash_attn_varlen_func(
             f"flashlane.distributed.llama3_flash_attn_prepare_cu_seqlens returned"
         )
         if not dist.is_initialized():
-            raise error  # there is nobody to tell
+            raise error  # no other rank has to raise it, too
         raise_on_all(Grid.of(group), error)
     out, lse = context_parallel_attn_varlen_func(
         q, k, v, local_k_slice.cu_seqlens, dropout_p, softmax_scale, causal, window_size, 0.0, alibi_slopes,
