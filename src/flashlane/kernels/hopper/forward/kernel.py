@@ -33,7 +33,7 @@ MAX_TILES = 1 << 30
 ABLE = (*SCORE_FEATURES, *VARLEN, *CACHE, *PAGED)
 FEW_TILES = 8
 """So few that the mma.sync family, which splits the keys among the warps of a CTA, is ahead: one head of 64 with 1024
-keys took it 9.8 µs, and this one 16 (benchmarks/results/auto_check.json)."""
+keys took it 9.8 µs, and this one 16 (benchmarks/archive/auto_check_20261122.json)."""
 FEW_TILES_KEYS = range(512, 1025)
 """Keys of these problems. Only the one with 1024 keys was timed; the bounds of both were set around it. The predicted
 times of the two families are not compared: those of mma.sync are of replays of graphs, and those here of launches. By
