@@ -7,7 +7,6 @@ arguments are flashlane's own additions. Source of the contract: Dao-AILab/flash
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from flashlane.core.problem import MODIFIERS, TENSORS, CallOptions, Inputs
 from flashlane.core.validate import check_flag, check_strided, contiguous, kind_of, whole_number
 from flashlane.ops import call as ops
 from flashlane.ops.call import Result
+from flashlane.ops.schema import replaced
 
 _NAMES = {"scale": "softmax_scale", "bias": "attn_bias"}
 """What this module's signatures call the validator's arguments."""
@@ -470,12 +470,12 @@ def _attend(inputs: Inputs, tag_and_options: tuple[Any, ...], return_lse: bool, 
         if found is not None:
             return found if return_lse else found[0]
     if (table := contiguous(inputs.block_table)) is not inputs.block_table:
-        return _attend(replace(inputs, block_table=table), tag_and_options, return_lse, return_attn_probs)
+        return _attend(replaced(inputs, block_table=table), tag_and_options, return_lse, return_attn_probs)
     kernel, options = tag_and_options[0], CallOptions(*tag_and_options[1:])
     if return_attn_probs and options.dropout_p and isinstance(inputs.q, torch.Tensor):
         # The mask is wanted as well, so that the seed must be known here.
         seed = torch.randint(ops.SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
-        inputs = replace(inputs, dropout_seed=seed)
+        inputs = replaced(inputs, dropout_seed=seed)
     if inputs.block_table is None:
         out, lse = ops.check_and_run(inputs, kernel, _NAMES, options)
     else:

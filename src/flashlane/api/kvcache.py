@@ -10,7 +10,6 @@ outside of it.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +33,7 @@ from flashlane.core.validate import (
 )
 from flashlane.ops import call as ops
 from flashlane.ops import torch_rules
+from flashlane.ops.schema import replaced
 from flashlane.ops.watched import holds_numbers, is_observed
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def attend_cache(
             check_sizes(inputs, varlen=False, paged=table is not None, batch=False)
     if table is None and batch_idx is None:
         k_cache, v_cache = _rows_of_batch(inputs)
-    inputs = replace(
+    inputs = replaced(
         inputs, k=k_cache, v=v_cache, seqused_k=seqused, leftpad_k=leftpad, batch_idx=batch_idx, block_table=table
     )
     with torch.no_grad(), no_autocast(q.device):
@@ -237,11 +237,11 @@ def _append_and_attend(
         values = (getattr(update, name) for name in type(update).__dataclass_fields__)
         q_out, seqused = torch.ops.flashlane.update_cache(*values)
         q_out = update.q if update.cos is None else q_out
-        return ops.attend(replace(inputs, q=q_out, seqused_k=seqused), kernel=kernel, names=_NAMES_AFTER, **options)
+        return ops.attend(replaced(inputs, q=q_out, seqused_k=seqused), kernel=kernel, names=_NAMES_AFTER, **options)
     q_out, seqused = update.allocate()
     if seqused.is_cpu:  # where the lengths are checked, they must be known before
         torch.add(update.cache_seqlens, update.k.shape[1], out=seqused)
-    inputs = replace(inputs, q=update.q if update.cos is None else q_out, seqused_k=seqused)
+    inputs = replaced(inputs, q=update.q if update.cos is None else q_out, seqused_k=seqused)
     problem = ops.problem_of(inputs, names=_NAMES_AFTER, **options)
     dispatch.select(problem, kernel)
     run_update(update, q_out, seqused)
@@ -254,7 +254,7 @@ def _check_before(update: CacheUpdate, inputs: Inputs, kernel: str | None, optio
         ops.check(inputs, kernel, names=_NAMES_AFTER, **options)
         return
     with _disable_current_modes():  # nothing of this is the call's own work
-        inputs = replace(inputs, seqused_k=update.cache_seqlens + update.k.shape[1])
+        inputs = replaced(inputs, seqused_k=update.cache_seqlens + update.k.shape[1])
         dispatch.select(ops.problem_of(inputs, names=_NAMES_AFTER, **options), kernel)
 
 

@@ -16,7 +16,6 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -187,17 +186,17 @@ def attention(
         attention_mask = _apart(attention_mask, others, query.shape[2], key.shape[2])
     if others.get("indices") is not None:
         attention_mask = _chosen(attention_mask, others["indices"], query, key.shape[2])
-    inputs = Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sinks=s_aux)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     ranges = padded.attached(attention_mask, query, key) if position_bias is None else None
     if ranges is not None and dropout and ranges.first is not None:
         ranges = None  # dropout counts keys from the first of a range: a checkpoint's recomputation would draw others
-    if ranges is not None and not wants_grad(inputs):  # keys of a cache have no gradients
-        inputs = replace(inputs, seqused_k=ranges.stop, leftpad_k=ranges.first)
+    if ranges is not None and not wants_grad(Inputs(q, k, v, sinks=s_aux)):  # keys of a cache have no gradients
+        inputs = Inputs(q, k, v, sinks=s_aux, seqused_k=ranges.stop, leftpad_k=ranges.first)
         options |= {"causal": ranges.causal, "alignment": ranges.alignment}
         if ranges.window is not None:
             options["window_size"] = (ranges.window - 1, 0)
     else:
-        inputs = replace(inputs, bias=_bias(attention_mask, position_bias, query, key.shape[2]))
+        inputs = Inputs(q, k, v, bias=_bias(attention_mask, position_bias, query, key.shape[2]), sinks=s_aux)
     bias = "attention_mask" if position_bias is None else "position_bias"
     if attention_mask is not None and position_bias is not None:
         bias = "position_bias + attention_mask"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,7 +171,7 @@ def _with_seed(inputs: Inputs, options: CallOptions) -> Inputs:
     if not _lacks_seed(inputs, options):
         return inputs
     seed = torch.randint(SEEDS, (1,), dtype=torch.int64, device=inputs.q.device)
-    return replace(inputs, dropout_seed=seed)
+    return schema.replaced(inputs, dropout_seed=seed)
 
 
 def _through_operator(
@@ -282,7 +281,7 @@ def problem_of(inputs: Inputs, *, names: Mapping[str, str] | None = None, **keyw
     inputs, options = torch_rules.autocast(inputs), CallOptions(**keywords)
     if _lacks_seed(inputs, options):
         seed = torch.zeros(1, dtype=torch.int64, device=inputs.q.device)  # draws nothing
-        inputs = replace(inputs, dropout_seed=seed)
+        inputs = schema.replaced(inputs, dropout_seed=seed)
     return _checked(inputs, names, options)
 
 

@@ -110,6 +110,14 @@ _PLACES |= {"window_size": "window", "needs_grad": "needs_grad", "tag": "kernel"
 _operands = eval(f"lambda inputs, options, window, needs_grad, kernel: ({', '.join(map(_PLACES.get, NAMES))})")
 
 
+_changed = eval(f"lambda inputs, new: Inputs({', '.join(f'new.get({name!r}, inputs.{name})' for name in ARGUMENTS)})")
+
+
+def replaced(inputs: Inputs, **new: Any) -> Inputs:
+    """The inputs with some others in their place; ``dataclasses.replace`` would be a loop over the fields."""
+    return _changed(inputs, new)
+
+
 def _usual_kinds() -> str:
     """The code of :data:`are_usual`."""
     terms = []
