@@ -135,3 +135,18 @@ def test_a_write_that_autograd_does_not_see_is_refused() -> None:
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises(NotImplementedError, match=r"score_mod writes to a tensor that has a gradient \(aten\.mul_"):
         flashlane.flex_attention(q, q, q, score)
+
+
+def test_gradients_that_are_on_in_inference_mode_are_not_recorded() -> None:
+    q, w = (torch.randn(*shape, requires_grad=True) for shape in ((1, 2, 5, 8), (2,)))
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + w[h]
+
+    wanted = flashlane.flex_attention(q, q, q, score)
+    with torch.inference_mode(), torch.enable_grad():
+        found = flashlane.flex_attention(q, q, q, score)
+        assert torch.is_grad_enabled()
+    assert not found.requires_grad and torch.equal(found, wanted)
+    wanted.sum().backward()
+    assert w.grad is not None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from flashlane.core.arch import arch_of, autocast
+from flashlane.core.arch import arch_of, autocast, records_gradients
 from flashlane.core.once import differentiated_once
 from flashlane.core.validate import check_dtype, check_flag, check_number, check_strided, kind_of
 from flashlane.flex import packed, reference, repeats, windows
@@ -145,6 +145,10 @@ def _attend(
     torch_elsewhere: bool,
 ) -> Any:
     """:func:`attend`; with ``torch_elsewhere`` torch's function runs the calls of other GPUs."""
+    if torch.is_grad_enabled() and not records_gradients():  # in inference mode
+        call = query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
+        with torch.no_grad():
+            return _attend(*call, otherwise, torch_elsewhere)
     _check_kinds(query, key, value, score_mod, kernel_options, return_aux)
     enable_gqa, return_lse = check_flag("enable_gqa", enable_gqa), check_flag("return_lse", return_lse)
     backend = (kernel_options or {}).get("BACKEND", "AUTO")
