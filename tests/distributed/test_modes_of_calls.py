@@ -11,7 +11,13 @@ import torch.distributed as dist
 from rank_pool import RankPool, first_ranks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from flashlane.distributed import position_ids, shard_sequence, token_indices, unshard_sequence
+from flashlane.distributed import (
+    context_parallel_attn_func,
+    position_ids,
+    shard_sequence,
+    token_indices,
+    unshard_sequence,
+)
 from flashlane.distributed.calls import rows_index
 from flashlane.distributed.layout import order_of_shards
 from flashlane.distributed.plan import Division, shard_order
@@ -80,3 +86,24 @@ def test_a_training_follows_an_inference(pool: RankPool) -> None:
     for rank in range(2):
         wholes = [value if value in own[rank] else 0.0 for value in map(float, range(1, 10))]
         assert found[rank] == [wholes, [2 * value for value in own[rank]]]
+
+
+def attended_in_inference_mode(method: str) -> list[bool]:
+    """Whether the output of leaves has no gradient, and is that without inference mode; gradients are on in both."""
+    group = first_ranks(2)
+    torch.manual_seed(dist.get_rank())
+    leaves = [torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3)]
+
+    def call() -> torch.Tensor:
+        return context_parallel_attn_func(*leaves, causal=True, group=group, method=method)
+
+    with torch.inference_mode(), torch.enable_grad():
+        found = call()
+        joined = unshard_sequence(leaves[0], 1, group=group)
+    return [not found.requires_grad, torch.equal(found, call()), not joined.requires_grad]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+def test_inference_mode_records_nothing_where_gradients_are_on(pool: RankPool, method: str) -> None:
+    assert pool.run(attended_in_inference_mode, method, ranks=[0, 1]) == [[True] * 3] * 2

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from flashlane.core import registry
-from flashlane.core.arch import compute_dtype
+from flashlane.core.arch import compute_dtype, records_gradients
 from flashlane.core.problem import CallOptions, Inputs, check_modifiers
 from flashlane.core.validate import (
     SMALLEST_F32,
@@ -260,6 +260,9 @@ def _attend(
     options: dict[str, Any],
     refused: Refused,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if torch.is_grad_enabled() and not records_gradients():  # in inference mode
+        with torch.no_grad():
+            return _attend(qkv, modifiers, cu_seqlens, seqlen, where, options, refused)
     inputs = torch_rules.autocast(Inputs(*qkv))
     q, k, v = inputs.q, inputs.k, inputs.v
     if options["transport"] == "auto" and isinstance(q, torch.Tensor) and _is_captured(q.device):
