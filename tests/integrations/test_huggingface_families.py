@@ -24,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Splinter": ENCODER,
     "BigBirdPegasus": BOTH | {"attention_type": "original_full"},
     "NllbMoe": BOTH | {"num_experts": 4, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    "PegasusX": BOTH | {"block_size": 4, "num_global_tokens": 2},
     "Doge": DECODER,
     "Gemma": DECODER | {"head_dim": 8, "use_bidirectional_attention": True},  # as PaliGemma makes it
     "Phimoe": DECODER | {"sliding_window": 4, "num_local_experts": 4},
@@ -143,3 +144,43 @@ def test_all_models_whose_layers_pass_sinks_are_listed() -> None:
     models = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
     found = {path.parent.name for path in models if "s_aux=self.sinks" in path.read_text(encoding="utf-8")}
     assert found - {"mimo_v2_flash"} <= {name.removesuffix("_text") for name in huggingface.WITH_SINKS}
+
+
+SHARED = DECODER | {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+SHARED |= {"num_kv_shared_layers": 2, "sliding_window": 4, "head_dim": 8, "global_head_dim": 8}
+SHARED |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97}
+
+
+@pytest.mark.parametrize("lengths", [False, True], ids=["mask", "lengths"])
+@pytest.mark.parametrize("cache", [False, True], ids=["no cache", "static cache"])
+@pytest.mark.parametrize("kept", [1, 3])
+def test_layers_that_get_the_last_queries_alone_see_their_keys(
+    kept: int, cache: bool, lengths: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4's layers that share keys do so since transformers 5.24."""
+    if lengths:
+        monkeypatch.setattr(transformers_padding, "DEVICES", ("cuda", "cpu"))
+    torch.manual_seed(0)
+    flashlane.register_transformers()
+    config = transformers.Gemma4TextConfig(**SHARED)
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    given = given_to(model) | {"logits_to_keep": kept}
+    found = {}
+    for name in ("eager", huggingface.NAME):
+        model.set_attn_implementation(name)
+        kept_rows = {"past_key_values": transformers.StaticCache(config=config, max_cache_len=16)} if cache else {}
+        with torch.no_grad():
+            found[name] = model(**given, **kept_rows, use_cache=cache).logits
+    torch.testing.assert_close(found[huggingface.NAME], found["eager"], rtol=1e-4, atol=1e-5)
+
+
+def test_queries_of_a_layer_that_shares_keys_are_the_last_where_there_is_no_mask() -> None:
+    layer, other = torch.nn.Module(), torch.nn.Module()
+    layer.config = other.config = transformers.Gemma4TextConfig(**SHARED)
+    layer.is_kv_shared_layer = True
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8)
+    last = torch.ones(5, 9, dtype=torch.bool).tril(4)
+    got, _ = huggingface.attention(layer, q, k, k, None)
+    torch.testing.assert_close(got, huggingface.attention(layer, q, k, k, last[None, None])[0])
+    got, _ = huggingface.attention(other, q, k, k, None)
+    torch.testing.assert_close(got, huggingface.attention(other, q, k, k, last.tril()[None, None])[0])

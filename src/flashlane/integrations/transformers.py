@@ -61,8 +61,9 @@ _NAMES = {
     "max_seqlen_q": "max_length_q",
     "max_seqlen_k": "max_length_k",
 }
-MASK_READERS = ("doge",)
-"""Types of models whose layers make a mask of their own out of the causal one: without it they would see later keys."""
+MASK_READERS = ("doge", "pegasus_x")
+"""Types of models whose layers see later keys without the causal mask: Doge's make a mask of their own out of it, and
+those of Pegasus-X's decoder say that they are not causal."""
 _TAKEN_ELSEWHERE = {"block_indices": '"sdpa" or "eager"', "sinks": '"eager"'}
 """Arguments that change the result and have no counterpart here: MiniMax M3's blocks, Inkling 2's sinks of tokens."""
 _BIAS = "_flashlane_bias"
@@ -172,7 +173,8 @@ def attention(
     options = {"scale": scaling, "softcap": softcap or 0.0, "dropout_p": dropout, "kernel": kernel}
     if attention_mask is None:
         # torch's rule, which transformers follows: one query is the last of the sequence, many are its first.
-        options["alignment"] = "bottom-right" if query.shape[2] == 1 else "top-left"
+        last = query.shape[2] == 1 or _sees_last_queries(module)
+        options["alignment"] = "bottom-right" if last else "top-left"
         options["causal"] = causal
         if sliding_window is not None:
             options["window_size"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
@@ -365,7 +367,7 @@ def mask(**options: Any) -> torch.Tensor | None:
         from transformers import AttentionMaskInterface
 
         return AttentionMaskInterface()["eager"](**options | {name: False for name in _SKIPS if name in options})
-    if _none_is_not_causal(config):
+    if _none_is_not_causal(config) or (_shares_keys(config) and _has_other_rows(options)):
         options["allow_is_causal_skip"] = False
     ranges = _ranges(options)
     if ranges is not None and ranges.whole:
@@ -395,6 +397,24 @@ def _none_is_not_causal(config: Any) -> bool:
     """
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     return both_ways or getattr(config, "model_type", None) in MASK_READERS
+
+
+def _shares_keys(config: Any) -> bool:
+    """Whether the last layers of a model reuse the keys of earlier ones.
+
+    Those of Gemma 4 get the last queries alone (``logits_to_keep``), and these rows of a mask if there is one.
+    """
+    return bool(getattr(config, "num_kv_shared_layers", 0))
+
+
+def _sees_last_queries(module: torch.nn.Module) -> bool:
+    """Whether fewer queries than keys, without a mask, are the last ones: :func:`mask` makes one for other cases."""
+    return bool(getattr(module, "is_kv_shared_layer", False)) and _shares_keys(getattr(module, "config", None))
+
+
+def _has_other_rows(options: dict[str, Any]) -> bool:
+    """Whether there are several queries and other keys than theirs, such as the unused rows of a static cache."""
+    return options.get("q_length") not in (1, options.get("kv_length"))
 
 
 def _sdpa_mask(options: dict[str, Any]) -> torch.Tensor | None:
