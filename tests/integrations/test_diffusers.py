@@ -81,6 +81,19 @@ def test_a_model_gives_what_torch_s_attention_gives(make: Any, calls: int) -> No
             torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-3)
 
 
+def test_a_model_that_calls_torch_s_attention_itself_does_not_run_it_as_the_page_says() -> None:
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=8, patch_size=1, in_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
+        joint_attention_dim=32, caption_projection_dim=32, pooled_projection_dim=64, out_channels=4,
+    )  # fmt: skip
+    model.set_attention_backend(NAME)
+    given = {"hidden_states": torch.randn(1, 4, 8, 8), "encoder_hidden_states": torch.randn(1, 6, 32)}
+    with torch.no_grad(), Count() as count:
+        model(**given, pooled_projections=torch.randn(1, 64), timestep=torch.tensor([3]))
+    assert count.ours == 0
+    assert count.torchs == 2
+
+
 def test_a_block_of_code_takes_it_by_name() -> None:
     q = torch.randn(1, 6, 2, 8)
     with dispatch.attention_backend(NAME), Count() as count:
