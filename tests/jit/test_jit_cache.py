@@ -218,6 +218,23 @@ def test_the_oldest_entries_go_first(tmp_path):
     assert disk.get("e") is None and disk.state().entries == 3
 
 
+def test_what_was_just_written_stays_where_other_entries_seem_newer(tmp_path):
+    """Another machine's clock may be ahead, in a folder that both write to."""
+    disk = cache.DiskCache(tmp_path, limit=2500)
+    later = time.time() + 1000
+    for key in "ab":
+        disk.put(key, os.urandom(900))
+        os.utime(tmp_path / f"{key}.cubin", (later,) * 2)
+    disk.put("c", os.urandom(900))
+    assert disk.get("c") is not None and disk.state().entries == 2
+
+
+def test_a_folder_that_is_made_is_its_users_alone(tmp_path):
+    folder = tmp_path / "made"
+    cache.DiskCache(folder).put("a", b"x")
+    assert folder.stat().st_mode & 0o077 == 0
+
+
 def test_files_of_killed_writers_are_removed(tmp_path):
     disk = cache.DiskCache(tmp_path)
     for name, age in (("old", 7200), ("new", 5)):

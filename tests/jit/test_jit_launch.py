@@ -219,6 +219,14 @@ def test_a_prepared_launch_keeps_its_parameters(fake):
     assert fake.params == [bytes(Params(1, 2, 3, 4))] and len(others) == 100
 
 
+def test_static_shared_memory_counts_where_none_is_opted_in_to(fake):
+    function = on_fake(fake)
+    function.launch((1, 1, 1), (32, 1, 1), 47 * 1024, Params())
+    assert not fake.named("cuFuncSetAttribute"), "with the kernel's own 1024 bytes these are 48 KiB"
+    function.launch((1, 1, 1), (32, 1, 1), 47 * 1024 + 1, Params())
+    assert [call[2] for call in fake.named("cuFuncSetAttribute")] == [47 * 1024 + 1]
+
+
 def test_shared_memory_is_opted_in_to_once(fake):
     function = on_fake(fake)
     for shared in (47 * 1024, 60_000, 50_000, 60_000):
@@ -409,3 +417,17 @@ def test_a_stream_is_got_and_set_by_whichever_functions_torch_has(monkeypatch, p
     set_stream = launch.stream_setter(stream)
     set_stream(), set_stream()
     assert given == [3, 3]
+
+
+def test_the_stream_of_a_device_without_an_index_is_that_of_the_current_one(monkeypatch):
+    monkeypatch.setattr(launch, "_streams", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: object())
+    name_of = {-1: (5, 1, 1), 0: (5, 0, 1), 1: (5, 1, 1)}  # device 1 is the current one
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", name_of.get, raising=False)
+    current, first, second = (launch.current_stream(torch.device(name)) for name in ("cuda", "cuda:0", "cuda:1"))
+    assert current is second is not first
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5, 3), (2, 0, 3), (0, 4, 0, 8), (4, 1, 1)])
+def test_packed_strides_are_torchs(shape):
+    assert launch.packed(shape) == torch.empty(shape).stride()

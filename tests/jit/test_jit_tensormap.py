@@ -44,6 +44,8 @@ def test_a_box_visits_the_elements_that_torch_indexing_does() -> None:
 def test_axes_of_one_element_get_a_legal_stride() -> None:
     t = torch.zeros(1, 5, 1, 64, dtype=torch.bfloat16).as_strided((1, 5, 1, 64), (3, 64, 7, 1))
     assert describe("bf16", *of(t), box=(64, 8, 1, 1)).strides == (128, 128, 128)
+    odd = t.as_strided((1, 5, 1, 20), (3, 24, 7, 1))  # rows of 40 bytes, which is no multiple of 16
+    assert describe("bf16", *of(odd), box=(64, 8, 1, 1)).strides == (48, 48, 48)
 
 
 def test_broadcast_axes_keep_their_stride_of_zero() -> None:
@@ -56,11 +58,13 @@ def test_broadcast_axes_keep_their_stride_of_zero() -> None:
     [
         (8, (64, 4), (1, 64), "8 bytes past"),
         (0, (64, 4), (2, 64), "innermost stride is 2"),
+        (0, (2, 4), (5, 8), "innermost stride is 5"),
         (0, (64, 4), (1, 65), "130 bytes"),
         (0, (64, 4, 2), (1, 64, 1), "2 bytes"),
         (0, (64, 0), (1, 64), "0 elements"),
         (0, (64, 2**32 + 1), (1, 64), "4294967297"),
         (0, (64, 4), (1, 2**40), "below"),
+        (0, (64, 4), (1, 2**39), "below"),
         (0, (64,), (1,), "2 to 5"),
         (0, (8,) * 6, (1,) + (8,) * 5, "2 to 5"),
     ],

@@ -30,6 +30,8 @@ class Machine:
         self.recorded: dict[int, list[Any]] = {}
         self.capturing: list[Any] | None = None
         self.destroyed: list[int] = []
+        self.templates: set[int] = set()
+        """Graphs of a recording, which are not needed once they are instantiated."""
         self.modes = [0]
         self.refuses: set[str] = set()
 
@@ -60,15 +62,20 @@ class Machine:
     def cuStreamEndCapture(self, stream: int) -> tuple[int, int]:
         found, self.capturing = self.capturing, None
         self.recorded[len(self.recorded) + 1] = found or []
-        return int("end" in self.refuses), len(self.recorded)
+        if "end" in self.refuses:
+            return 1, 0
+        self.templates.add(len(self.recorded))
+        return 0, len(self.recorded)
 
     def cuGraphInstantiate(self, graph: int) -> tuple[int, int]:
         return int("instantiate" in self.refuses), graph
 
     def cuGraphDestroy(self, graph: int) -> tuple[int]:
+        self.templates.remove(graph)
         return (0,)
 
     def cuGraphExecDestroy(self, graph: int) -> tuple[int]:
+        assert self.modes[-1] == driver.RELAXED, "another thread may be capturing"
         self.destroyed.append(graph)
         return (0,)
 
@@ -121,7 +128,7 @@ def test_calls_that_recur_launch_a_graph(machine: Machine) -> None:
     assert kinds(machine) == ["launch"] * (2 * RECURRENCES), "the first calls enqueue every launch"
     calls(block, 3, stream=8)
     assert machine.ran[2 * RECURRENCES :] == [(8, "graph", [16, 16])] * 3
-    assert len(machine.recorded) == 1 and machine.modes[-1] == 0
+    assert len(machine.recorded) == 1 and machine.modes[-1] == 0 and not machine.templates
 
 
 @pytest.mark.parametrize("change", ["pointers", "point_to", "changed"])
@@ -183,6 +190,8 @@ def test_where_the_driver_refuses_every_launch_is_enqueued(machine: Machine, ste
     calls(block, 3 * RECURRENCES)
     assert kinds(machine) == ["launch"] * (6 * RECURRENCES)
     assert machine.modes[-1] == 0 and not launch_graph._recording.locked()
+    gc.collect()
+    assert not machine.templates and not launch_graph._kept, "nothing of what was refused stays"
     machine.refuses = set()
     block.changed()
     calls(block, RECURRENCES + 1)

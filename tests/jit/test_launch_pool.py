@@ -151,6 +151,13 @@ def test_two_calls_with_one_key_have_two_blocks_which_both_stay(encoded: list[in
     assert {id(plan.acquire((16, 16))), id(plan.acquire((16, 16)))} == {id(one), id(other)}
 
 
+def test_of_many_calls_with_one_key_no_more_blocks_stay_than_are_kept(encoded: list[int]) -> None:
+    plan = plan_of([], kept=2)
+    for block in [plan.acquire((16, 16)) for _ in range(8)]:
+        plan.release((16, 16), block)
+    assert len(plan.pool.idle) == 1 and len(plan.pool.spare) == 2
+
+
 def test_without_a_key_any_block_serves_any_call() -> None:
     launched: list[tuple[int, Any]] = []
     plan = LaunchPlan(lambda: [Launch(Function(launched), (1, 1, 1), 32, Small(size=8))])
@@ -255,6 +262,25 @@ def test_counters_belong_to_streams(counters: Callable[..., torch.Tensor]) -> No
     more = counters(0, 7, 5000, False)  # blocks of other plans still point to the first ones, which therefore live on
     assert more.numel() >= 5000 and more.data_ptr() != usual[0, 7] == launch_pool._outgrown[0].data_ptr()
     assert counters(0, 7, 1, False) is more
+
+
+def test_counters_that_just_suffice_are_given_again(counters: Callable[..., torch.Tensor]) -> None:
+    full = counters(0, 7, 4096, False)
+    assert full.numel() == 4096 and counters(0, 7, 4096, False) is full and not launch_pool._outgrown
+
+
+def test_the_counters_of_graphs_are_zeroed_before_any_stream_replays_one(
+    counters: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[torch.device] = []
+
+    def stream_of(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: waited.append(device))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    for device, stream in ((0, 7), (0, 8), (1, 7), (0, 7)):
+        counters(device, stream, 1, False)
+    assert waited == [torch.device("cuda", 0), torch.device("cuda", 1)], "once a device"
 
 
 def test_a_graph_has_counters_of_its_own(counters: Callable[..., torch.Tensor]) -> None:
