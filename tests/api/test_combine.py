@@ -111,6 +111,8 @@ def test_a_part_without_keys_is_not_read(content: float) -> None:
     nothing = torch.full_like(lse, -torch.inf).requires_grad_()
     got = combine([empty, out], [nothing, lse])
     assert torch.equal(got[0], out) and torch.equal(got[1], lse)
+    of_infinite, _ = torch.autograd.grad(got[0], (empty, nothing), torch.full_like(out, torch.inf), retain_graph=True)
+    assert torch.equal(of_infinite, torch.zeros_like(out)), "what is not read has no gradient, whatever that of out is"
     for grad in torch.autograd.grad((got[0].sum() + got[1].sum()), (empty, nothing)):
         assert torch.equal(grad, torch.zeros_like(grad))
     got = combine([empty, empty], [nothing, nothing])

@@ -312,6 +312,14 @@ def test_gradients_are_refused_when_they_are_asked_for() -> None:
         assert not flash_attn_with_kvcache(**arguments).requires_grad
 
 
+@pytest.mark.parametrize("name", ["k", "v", "rotary_cos", "rotary_sin"])
+def test_gradients_of_what_is_appended_are_refused_too(name: str) -> None:
+    arguments = Step(rotary=8).arguments(torch.float64, "cpu")
+    arguments[name].requires_grad_()
+    with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache has no gradients"):
+        flash_attn_with_kvcache(**arguments).sum().backward()
+
+
 def test_paged_varlen_equals_packed_varlen_and_has_no_gradients() -> None:
     lengths_q, lengths_k, size = (3, 0, 9), (17, 5, 0), 6
     q, k, v = (torch.randn(n, h, 16).double() for n, h in ((12, 4), (22, 2), (22, 2)))

@@ -395,6 +395,10 @@ def test_packed_functions_name_their_own_arguments() -> None:
         functions[1](torch.randn(4, 2, 8), torch.randn(4, 2, 2, 8), ints(0, 4), ints(0, 9), 4, 4)
     with pytest.raises(TypeError, match=r"^qkv has dtype torch\.int32"):
         flashlane.flash_attn_qkvpacked_func(torch.ones(1, 4, 3, 2, 8, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"^qkv has shape \(1, 4, 2, 2, 8\); it must be \(batch, seqlen, 3, heads, "):
+        flashlane.flash_attn_qkvpacked_func(torch.ones(1, 4, 2, 2, 8))
+    with pytest.raises(ValueError, match=r"^kv has shape \(4, 3, 2, 8\); it must be \(total, 2, heads, head_dim\)"):
+        functions[1](torch.randn(4, 2, 8), torch.ones(4, 3, 2, 8), ints(0, 4), ints(0, 4), 4, 4)
     with pytest.raises(TypeError, match=r"^kv has dtype torch\.float16 and q has torch\.float32"):
         flashlane.flash_attn_kvpacked_func(Q, torch.ones(1, 4, 2, 2, 8).half())
 

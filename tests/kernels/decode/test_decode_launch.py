@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -113,6 +114,35 @@ def test_a_cluster_has_statistics_and_an_arrival_for_each_of_its_ctas(
     KERNEL.run(config, problem, inputs, *results_of(inputs), splits=3)
     assert launches[0][0] == (4, 3, 2) and counted == [(2 * 2 * 2, False)]
     assert floats[0].numel() == 2 * 2 * 3 * config.rows * (config.head_dim_v + 4)
+
+
+def test_a_captured_launch_has_counters_of_its_own(
+    launches: Launches, floats: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so has the launch after it on the same stream, as a replay may run next to it."""
+    counted: list[tuple[int, bool]] = []
+
+    def counters(device: int, stream: int, count: int, capturing: bool) -> SimpleNamespace:
+        counted.append((stream, capturing))
+        return SimpleNamespace(data_ptr=functools.partial(int, 1000 * len(counted)))
+
+    monkeypatch.setattr(launch_pool, "counters_of", counters)
+    inputs = dense()
+    problem = problem_of(inputs)
+    for launches.capturing in (False, False, True, True, False, False):
+        KERNEL.run(config_of(problem), problem, inputs, *results_of(inputs), splits=3)
+    assert counted == [(1000, False), (1000, True), (1000, True), (1000, False)]
+    assert [each[3].params.split.arrivals for each in launches] == [1000, 1000, 2000, 3000, 4000, 4000]
+
+
+def test_each_call_is_given_its_own_lengths(launches: Launches) -> None:
+    lengths = [torch.tensor(each, dtype=torch.int32) for each in ([4, 9], [4, 9], [7, 8])]
+    inputs = [replace(dense(), seqused_k=each) for each in lengths]
+    problem = problem_of(inputs[0])
+    for each in (*inputs, inputs[0]):
+        KERNEL.run(config_of(problem, False), problem, each, *results_of(each), splits=1)
+    given = [params.params.seqlen.seqused_k for _, _, _, params in launches]
+    assert given == [each.data_ptr() for each in (*lengths, lengths[0])]
 
 
 def test_one_split_needs_no_memory(launches: Launches, floats: list[torch.Tensor]) -> None:
