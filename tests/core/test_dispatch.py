@@ -14,7 +14,7 @@ import torch
 
 import flashlane
 from flashlane.bench.measure.grid import make_problem
-from flashlane.core import dispatch, registry, suggestions
+from flashlane.core import dispatch, registry, suggestions, tuned
 from flashlane.core.problem import AttentionProblem, CallOptions, Inputs
 from flashlane.core.registry import Kernel
 
@@ -48,6 +48,17 @@ def test_the_most_preferred_supporting_kernel_is_picked() -> None:
     assert dispatch.select(other).tag == "reference"
     with pytest.raises(NotImplementedError, match=r"kernel 'picky' cannot run .*head_dim is 16; it may only be 8"):
         dispatch.select(other, "picky")
+
+
+def test_a_kernel_that_was_fastest_runs_only_what_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of stored choices has problems that differ in what a kernel may ask for."""
+    registry.register(Picky())
+    monkeypatch.setattr(tuned, "best_tag", lambda problem: "picky")
+    other = AttentionProblem.from_inputs(Inputs(*(torch.randn(1, 4, 2, 16) for _ in range(3))))
+    assert dispatch.select(other).tag == "reference"
+    assert dispatch.select(problem()).tag == "picky"
+    assert dispatch.explain_problem(problem()).tuned
+    assert not dispatch.explain_problem(problem(), "picky").tuned, "it was named"
 
 
 def test_a_named_kernel_is_the_one_that_runs() -> None:

@@ -103,6 +103,7 @@ BAD = {
     "softcap": (tensors, {}, {"softcap": -1.0}, ValueError, "softcap is -1.0; it must be finite, at least 0"),
     "dropout": (tensors, {}, {"dropout_p": 1.0}, ValueError, "dropout_p is 1.0; .*at least 0 and below 1"),
     "window": (tensors, {}, {"window_size": (-2, 0)}, ValueError, r"window_size is \(-2, 0\); each side must be"),
+    "window right": (tensors, {}, {"window_size": (0, -2)}, ValueError, r"window_size is \(0, -2\); each side must be"),
     "window count": (tensors, {}, {"window_size": (1, 2, 3)}, ValueError, r"window_size is \(1, 2, 3\); .* two"),
     "window type": (tensors, {}, {"window_size": 5}, TypeError, "window_size is 5; it must be two"),
     "window text": (tensors, {}, {"window_size": ("4", "3")}, TypeError, r"window_size is \('4', '3'\); .* two whole"),
@@ -132,6 +133,7 @@ BAD = {
     "sinks shape": (tensors, {"sinks": torch.ones(2)}, {}, ValueError, r"sinks has shape \(2,\); it must be \(4,\)"),
     "sinks type": (tensors, {"sinks": 1.0}, {}, TypeError, "sinks is a float; it must be a floating-point"),
     "bias shape": (tensors, {"bias": torch.ones(5, 5)}, {}, ValueError, r"bias has shape \(5, 5\); it must broadcast"),
+    "bias rank": (tensors, {"bias": torch.ones(1, 1, 1, 5, 7)}, {}, ValueError, "bias has shape .*must broadcast"),
     "bias bool": (
         tensors,
         {"bias": torch.ones(5, 7) > 0},
@@ -247,6 +249,8 @@ def test_a_longest_sequence_has_no_more_rows_than_there_are(longest: int) -> Non
     bias = torch.zeros(1, 4, 6, 1)  # which is checked, and read, by the lengths that the caller gave
     biased = AttentionProblem.from_inputs(packed(max_seqlen_q=6, max_seqlen_k=longest, bias=bias))
     assert (biased.seqlen_q, biased.seqlen_k) == (6, 7)
+    flat = AttentionProblem.from_inputs(packed(max_seqlen_q=6, max_seqlen_k=longest, bias=bias[0, 0]))
+    assert (flat.seqlen_q, flat.seqlen_k) == (6, 7)
     pages = {"k": torch.zeros(9, 4, 2, 8), "block_table": torch.zeros(2, 3, dtype=torch.int32)}
     paged = AttentionProblem.from_inputs(packed(**pages, v=pages["k"], max_seqlen_k=longest))
     assert (paged.seqlen_q, paged.seqlen_k) == (3, 12)
@@ -427,13 +431,15 @@ def test_needs_grad_when_a_differentiable_input_does(name: str) -> None:
         (lambda t: t, True),
         (lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), True),
         (lambda t: t[..., 1:], False),
+        (lambda t: t.flatten()[1:].new_empty(330)[1:321].view(t.shape), False),
+        (lambda t: t[..., :6], False),
         (lambda t: t[..., ::2], False),
         (lambda t: torch.cat([t, t[..., :1]], -1)[..., :8], False),
         (lambda t: t[:, :, :1].expand_as(t), True),
         (lambda t: torch.randn(330).as_strided(t.shape, (162, 32, 8, 1)), False),
         (lambda t: torch.randn(330)[: 5 * 32].as_strided((1, 5, 4, 8), (162, 32, 8, 1)), True),
     ],
-    ids=["plain", "transposed", "shifted", "strided", "odd rows", "expanded", "batch of two", "batch of one"],
+    ids=["plain", "transposed", "shifted", "moved", "cut rows", "strided", "odd rows", "expanded", "two", "one"],
 )
 def test_aligned_means_that_wide_loads_are_possible(change: Any, aligned: bool) -> None:
     q, k, v = (change(torch.randn(2, 5, 4, 8)) for _ in range(3))

@@ -128,6 +128,54 @@ def test_the_greatest_lengths_are_seen(recorder: Recorder) -> None:
     assert recorder.prepared == len(kinds)
 
 
+@pytest.mark.parametrize("place", range(3), ids="qkv")
+def test_an_address_of_each_tensor_is_looked_at(recorder: Recorder, place: int) -> None:
+    tensors = qkv()
+    size = tensors[place].numel()
+    shifted = [t if n != place else torch.zeros(size + 1).half()[1:].view_as(t) for n, t in enumerate(tensors)]
+    for given in (tensors, shifted, shifted, tensors):
+        flashlane.flash_attn_func(*given)
+        assert recorder.problems[-1].aligned == (given is tensors)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+def test_a_length_that_only_equals_a_whole_number_is_refused_as_at_first(name: str) -> None:
+    q, k, v = (t[0] for t in qkv())
+    cu = torch.tensor([0, 20, 64], dtype=torch.int32)
+    lengths = {"max_seqlen_q": 44, "max_seqlen_k": 44}
+    for _ in range(2):
+        flashlane.flash_attn_varlen_func(q, k, v, cu, cu, **lengths)
+        with pytest.raises(TypeError, match=rf"^{name} is 44\.0"):
+            flashlane.flash_attn_varlen_func(q, k, v, cu, cu, **lengths | {name: 44.0})
+
+
+def test_lengths_in_one_tensor_are_told_from_lengths_in_two() -> None:
+    """The backward is given what was saved, in which one tensor may stand for both."""
+    q, k, v = (torch.randn(20, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    one, other = (torch.tensor(each, dtype=torch.int32) for each in ([0, 6, 20], [0, 14, 20]))
+
+    def gradients(*lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = flashlane.flash_attn_varlen_func(q, k, v, *lengths, 14, 14)
+        return torch.autograd.grad(out, (q, k, v), torch.ones_like(out).cumsum(0))
+
+    call_cache.forget()
+    right = gradients(one, other)
+    call_cache.forget()
+    gradients(one, one), gradients(one, one)
+    for got, want in zip(gradients(one, other), right, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_a_kernel_that_comes_later_runs_calls_with_more_tensors_too(recorder: Recorder) -> None:
+    q, k, v = (t[0] for t in qkv())
+    cu = torch.tensor([0, 20, 64], dtype=torch.int32)
+    with registry.table_of(registry.get("reference")):
+        flashlane.flash_attn_varlen_func(q, k, v, cu, cu, 44, 44)
+        assert not recorder.problems
+    flashlane.flash_attn_varlen_func(q, k, v, cu, cu, 44, 44)
+    assert len(recorder.problems) == 1
+
+
 @pytest.mark.parametrize("call", [flashlane.flash_attn_func, through_the_operator])
 def test_the_kernel_that_is_named_runs(recorder: Recorder, call: Callable) -> None:
     tensors = qkv()

@@ -243,6 +243,21 @@ def test_a_gradient_of_the_lse_is_given_to_the_kernels(launches: Launches, monke
     assert len(checks) == 2
 
 
+def test_a_gradient_whose_memory_is_not_its_value_is_not_repeated(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its negative bit is set, which kernels do not see; or it is a batch, which has no address."""
+    tensors, do = qkv(), laid_out("contiguous")
+    call(tensors, do)
+    assert do.data_ptr() in pointers(launches[-3][3]).values()
+    checks = counted(monkeypatch)
+    call(tensors, torch._neg_view(do))
+    assert len(checks) == 1 and do.data_ptr() not in pointers(launches[-3][3]).values()
+    before, out = len(launches), flashlane.flash_attn_func(*tensors, causal=True)
+    found = torch.autograd.grad(out, tensors, torch.stack((do, do)), is_grads_batched=True)
+    assert len(launches) == before + 1 + 2 * 3 and found[0].shape == (2, *tensors[0].shape)
+
+
 def test_saved_tensors_may_come_back_with_other_strides(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """As ``save_on_cpu`` brings them back: contiguous, whatever they were."""
     tensors = [torch.randn(1, 2, 256, 64).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]

@@ -161,6 +161,34 @@ def test_what_an_h200_runs_by_stream_k() -> None:
         assert not config_for(replace(BASE, arch=arch, batch=26, heads=8, kv_heads=8, seqlen_k=24000)).stream_k
 
 
+def test_stream_k_is_refused_where_it_cannot_be() -> None:
+    stream = rules.Shape(1, 8, stream_k=True)
+    assert rules.config_of(replace(BASE, seqlen_q=4), stream) is not None
+    assert rules.config_of(replace(BASE, seqlen_q=5), stream) is None, "20 rows of a KV head are two tiles"
+    # Each of 8192 tiles is counted twice, and a step has 128 keys.
+    assert rules.config_of(replace(BASE, batch=1024, seqlen_k=128 << 16), stream) is not None
+    assert rules.config_of(replace(BASE, batch=1024, seqlen_k=(128 << 16) + 1), stream) is None, "2^30 steps"
+
+
+@pytest.mark.parametrize(("uneven", "ctas"), [(False, 2 * 130), (True, 132)])
+def test_stream_k_has_no_more_splits_of_a_tile_than_can_be_combined(uneven: bool, ctas: int) -> None:
+    """A tile of one length has up to two more than its share of the CTAs; a single one may have all."""
+    two = replace(BASE, batch=2, heads=1, kv_heads=1, seqlen_k=10**6, seqused_k=uneven)
+    config = rules.config_of(two, rules.Shape(1, 8, stream_k=True))
+    assert config is not None and config.max_splits == 132
+    assert stream_k_ctas(two, config, resident=1000) == ctas
+
+
+def test_tma_is_refused_where_it_cannot_be() -> None:
+    shape = rules.Shape(1, 8, tma=True)
+    boxes = {size: rules.config_of(replace(BASE, page_size=size), shape) for size in (0, 16, 24, 512, 17, 12)}
+    assert {size: found and found.box_rows for size, found in boxes.items()} == {
+        0: 128, 16: 16, 24: 8, 512: 128, 17: None, 12: None
+    }  # fmt: skip
+    wide = rules.Shape(2, 8, block_n=16, tma=True)
+    assert rules.config_of(BASE, wide) is None, "the warp groups' sums do not fit where a stage's tiles were"
+
+
 @pytest.mark.parametrize("dim", range(72, 256, 16))
 def test_rows_off_the_sector_are_read_in_splits(dim: int) -> None:
     """On an H200 stream-K took 1.10 to 1.33 times as long in such problems, and less where rows begin on a sector."""

@@ -19,7 +19,6 @@ from flashlane import jit
 from flashlane.core import dispatch, registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import launch, launch_pool, tensormap
-from flashlane.kernels.decode import decode
 from flashlane.kernels.decode import select as rules
 from flashlane.kernels.decode.config import DecodeConfig
 from flashlane.kernels.decode.select import config_for, splits_for
@@ -406,15 +405,6 @@ def test_nothing_is_launched_for_nothing(launches: list[tuple[Any, ...]]) -> Non
     problem = AttentionProblem.from_inputs(Inputs(q, k, k)).on("sm_90a")
     KERNEL.forward(problem, Inputs(q, k, k), torch.empty_like(q), torch.empty(2, 4, 0))
     assert launches == []
-
-
-@pytest.mark.parametrize("group", [2, 3, 7, 12, 128, 1000, decode.MAX_GROUP])
-def test_rows_divide_exactly_by_the_group(group: int) -> None:
-    """A row of a tile, counted from the tile's first head, is below group + 64."""
-    inverse = -(-(1 << 32) // group)
-    ends = (0, 1, group - 1, group, group + 1, group + 63)
-    assert all(n * inverse >> 32 == n // group for n in ends)
-    assert inverse < 1 << 32
 
 
 def test_drawn_problems_are_legal_and_the_bound_holds_for_the_reference() -> None:

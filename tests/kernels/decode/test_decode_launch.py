@@ -15,6 +15,7 @@ from flashlane.core import registry
 from flashlane.core.problem import AttentionProblem, Inputs
 from flashlane.jit import launch as jit_launch
 from flashlane.jit import launch_pool
+from flashlane.kernels.decode import decode
 from flashlane.kernels.decode import launch as decode_launch
 from flashlane.kernels.decode import select as rules
 from flashlane.kernels.decode.config import DecodeConfig
@@ -143,6 +144,17 @@ def test_each_call_is_given_its_own_lengths(launches: Launches) -> None:
         KERNEL.run(config_of(problem, False), problem, each, *results_of(each), splits=1)
     given = [params.params.seqlen.seqused_k for _, _, _, params in launches]
     assert given == [each.data_ptr() for each in (*lengths, lengths[0])]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 12, 128, 1000, decode.MAX_GROUP])
+def test_rows_divide_exactly_by_the_group(launches: Launches, group: int) -> None:
+    """A row of a tile, counted from the tile's first head, is below group + 64."""
+    k = torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16)
+    inputs = Inputs(torch.zeros(1, 1, group, 64, dtype=torch.bfloat16), k, k.clone())
+    problem = problem_of(inputs)
+    KERNEL.run(config_of(problem, False), problem, inputs, *results_of(inputs), splits=1)
+    inverse = launches[0][3].params.group_inverse  # 0 stands for a group of one head
+    assert all((n * inverse >> 32 if inverse else n) == n // group for n in (0, 1, group - 1, group, group + 63))
 
 
 def test_one_split_needs_no_memory(launches: Launches, floats: list[torch.Tensor]) -> None:
