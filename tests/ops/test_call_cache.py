@@ -106,6 +106,28 @@ def test_what_the_operator_is_asked_is_part_of_the_key(
         assert recorder.problems[-1] == recorder.problems[0]
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"softcap": 2.0}, {"softcap": 2.0, "alignment": "top-left"}),
+        ({"softcap": 2.0}, {"softcap": 3.0}),
+        ({"deterministic": True}, {"deterministic": True, "softcap": 2.0}),
+        ({"num_splits": 2}, {"num_splits": 3}),
+        ({"num_splits": 2}, {"num_splits": 2, "alignment": "top-left"}),
+        ({"num_splits": 2, "window_size": [3, 4]}, {"num_splits": 2, "window_size": [3, 5]}),
+    ],
+)
+def test_two_calls_of_the_operator_that_are_not_the_defaults_are_told_apart(
+    recorder: Recorder, one: dict, other: dict
+) -> None:
+    """The dispatcher leaves arguments off only from the end: those before the last one are in the key."""
+    tensors = qkv()
+    for asked in (one, other, one, other):
+        torch.ops.flashlane.forward(*tensors, **asked)
+    first, second = recorder.problems[:2]
+    assert first != second and recorder.problems[2:] == [first, second]
+
+
 def test_which_tensors_are_given_is_seen(recorder: Recorder) -> None:
     """Calls that ask the same and differ in what they have besides q, k and v, one after another."""
     q, k, v = qkv()

@@ -165,6 +165,9 @@ def test_the_backward_operator_repeats_what_its_first_call_launched(
             at = {params.seqlen.cu_seqlens_k for params in repeated}
             assert at == {next(t for t in inputs[8:] if isinstance(t, torch.Tensor)).data_ptr()}
     monkeypatch.setattr(execute, "backward", backward)
+    dlse = torch.ones_like(sets[0][1])
+    call(*sets[0][:3], dlse, *sets[0][4:])
+    assert pointers(launches[-3][3])["dlse"] == dlse.data_ptr()
     for at, name in enumerate(("out", "lse", "do")):
         for kind, change in ((ValueError, lambda t: t[..., :-1].contiguous()), (TypeError, torch.Tensor.double)):
             wrong = [*sets[0]]
