@@ -446,6 +446,23 @@ def test_aligned_means_that_wide_loads_are_possible(change: Any, aligned: bool) 
     assert AttentionProblem.from_inputs(Inputs(q, k, v)).aligned == aligned
 
 
+def test_the_largest_sizes_are_taken() -> None:
+    widest = AttentionProblem.from_inputs(Inputs(*(torch.zeros(1, 1, 1, 1024) for _ in range(3))))
+    assert (widest.head_dim, widest.head_dim_v) == (1024, 1024)
+    pages = torch.zeros(1, 1, 1, 8).expand(2**31, -1, -1, -1)  # which kernels find by addresses of 64 bits
+    table = torch.tensor([[2**31 - 1, 0]], dtype=torch.int32)
+    assert AttentionProblem.from_inputs(Inputs(torch.zeros(1, 1, 1, 8), pages, pages, block_table=table)).seqlen_k == 2
+
+
+def test_a_number_that_requires_a_gradient_is_one_where_none_are_recorded() -> None:
+    q, k, v = (torch.zeros(1, 4, 1, 8) for _ in range(3))
+    scale = torch.tensor(0.5, requires_grad=True)
+    with torch.no_grad():
+        assert AttentionProblem.from_inputs(Inputs(q, k, v), scale=scale).scale == 0.5
+    with pytest.raises(TypeError, match="scale is a tensor that requires gradients, and gets none"):
+        AttentionProblem.from_inputs(Inputs(q, k, v), scale=scale)
+
+
 @pytest.mark.parametrize("alignment", ["bottom-right", "top-left"])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, -1), (3, 1), (0, 0)])
 @pytest.mark.parametrize("lengths", [(5, 7), (7, 5), (0, 3), (3, 0), (1, 1)])
