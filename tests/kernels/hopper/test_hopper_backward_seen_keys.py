@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,6 +44,13 @@ def test_they_are_those_with_a_key_that_a_query_sees() -> None:
             assert len(n_blocks) == 1 and n_blocks.stop <= -(-keys // KEYS), "a launch has a tile"
         unseen += has_unseen_keys(problem, KEYS, QUERIES)
     assert unseen > 100
+
+
+def test_additions_in_order_have_the_tiles_of_a_full_last_m_block() -> None:
+    """Each waits for all n-blocks that the queries of its m-block would see: 100 queries count as 192."""
+    problem = problem_of(100, 1500, 5, alignment="top-left")
+    assert seen_n_blocks(problem, KEYS, QUERIES) == range(1)
+    assert seen_n_blocks(replace(problem, deterministic=True), KEYS, QUERIES) == range(2)
 
 
 @pytest.mark.parametrize(("head_dim", "seqlen_k"), [(64, 2000), (192, 2000), (128, 2001)])

@@ -343,3 +343,10 @@ def test_every_step_of_every_tile_is_of_one_split() -> None:
     checks = (f"every_step_once<{first}>({', '.join(map(str, case))})" for case in cases for first in ("false", "true"))
     text = CHECKS + "".join(f"static_assert({check});\n" for check in checks)
     jit.compile(KernelSource("test.cu", text, "entry", ()), "sm_90a")
+
+
+def test_memory_and_counters_of_splits_are_those_that_the_kernel_uses() -> None:
+    """All splits of a tile but the last leave dK and dV; each consumer of up to two CTAs counts its arrivals."""
+    some = SplitQ(tiles=5, splits=4)
+    assert some.partials == 5 * 3 and some.arrivals == 5 * 2 * split_q.CONSUMERS
+    assert split_q.WHOLE_TILES.partials == split_q.WHOLE_TILES.arrivals == 0

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flashlane.kernels.hopper.block_lists import (
     FULL,
     LAST,
+    NONE,
     PARTIAL,
     STATE_BITS,
     UNIT,
@@ -190,3 +191,12 @@ def test_additions_in_order_wait_little_for_each_other(name: str) -> None:
         ends.append(now)
         longest = max(longest, int(lists.counts[0, 0, tile]))
     assert max(ends) <= longest + 2 * TILES, (max(ends), longest)
+
+
+def test_units_of_a_block_with_unlike_states_make_it_partial() -> None:
+    pairs = [(NONE, NONE), (FULL, FULL), (NONE, FULL), (FULL, PARTIAL), (NONE, PARTIAL), (PARTIAL, PARTIAL)]
+    states = torch.tensor([unit for pair in pairs for unit in pair], dtype=torch.int8).view(1, 1, 1, -1)
+    lists = tile_lists(states, UNIT, 2 * UNIT)
+    entries = lists.entries[0, 0, 0, : int(lists.counts)].tolist()
+    found = {entry >> STATE_BITS: entry & 3 for entry in entries}
+    assert found == {1: FULL, 2: PARTIAL, 3: PARTIAL, 4: PARTIAL, 5: PARTIAL}
