@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from kvcache_steps import Step
+from kvcache_steps import Step, update_of
 
 from flashlane import flash_attn_with_kvcache
 from flashlane.api import kvcache
+from flashlane.api.kvcache import update_in_torch
 
 F32 = Step(rotary=16).arguments(torch.float32, "cpu")
 HALF = Step(rotary=16).arguments(torch.float16, "cpu")
@@ -55,3 +56,12 @@ def test_the_kernel_is_given_tables_whose_columns_follow_each_other(monkeypatch:
     given = Step(rotary=16).arguments(torch.float32, "cpu")
     flash_attn_with_kvcache(**given | {name: t.T.contiguous().T for name, t in ROTARY.items()})
     assert strides == [(1, 1)]
+
+
+def test_rows_before_the_first_one_are_not_stored() -> None:
+    """A GPU's lengths are not checked: those below 0 must not reach the cache's last rows."""
+    update = update_of(Step(seqlen_new=5), torch.float32, "cpu")
+    update.cache_seqlens.fill_(-3)
+    before = update.v_cache.clone()
+    update_in_torch(update, *update.allocate())
+    assert torch.equal(update.v_cache[:, :2], update.v[:, 3:]) and torch.equal(update.v_cache[:, 2:], before[:, 2:])
